@@ -218,12 +218,12 @@ def parse(argv: list[str]) -> list[str]:
     if {"--help", "-h", "-help", "--h"} & set(argv[1:]):
         app.usage(shorthelp=True, writeto_stdout=True)
         sys.exit(0)
-    arguments = sys.argv
+    before = sys.argv
     try:
         require_readable_arguments(argv)
-        found, recipe = _find_recipe(argv)
+        arguments, recipe = _find_recipe(argv)
         # ml_collections reads the overrides from sys.argv.
-        sys.argv = quote_run_names(found)
+        sys.argv = quote_run_names(arguments)
         with recipes.imports_of(recipe) if recipe else contextlib.nullcontext():
             return flags.FLAGS(sys.argv)
     except UserError as error:
@@ -231,7 +231,7 @@ def parse(argv: list[str]) -> list[str]:
     except Exception as error:  # a config file is a program and can raise anything
         fail(_error_message(error), status=2)
     finally:
-        sys.argv = arguments  # messages repeat the command as the user has written it
+        sys.argv = before  # messages repeat the command as the user has written it
 
 
 # An override of one run of a comparison: --config.runs.NAME.GROUP.FIELD=VALUE, where NAME may be

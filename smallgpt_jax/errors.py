@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 def command_line(module: str, *arguments: str) -> str:
@@ -54,6 +55,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Returns "; did you mean 'x'?" with the known name most like `name`, or ""."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def require_list(name: str, value: Any) -> None:
+    """Raises UserError for a text in place of a list: each of its characters would be an item."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise UserError(f"{name}={value!r}: expected a list")
 
 
 class UserError(Exception):

@@ -10,7 +10,7 @@ from smallgpt_jax.analysis import spreads
 from smallgpt_jax.analysis.findings import LEVEL
 from smallgpt_jax.analysis.record import Record, Run, grouped, size_of
 from smallgpt_jax.analysis.spreads import VariancePrior
-from smallgpt_jax.errors import UserError, suggestion
+from smallgpt_jax.errors import UserError, require_list, suggestion
 
 EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the same function
 # Of a size and length, from which its differences have their own typical variance: models, and degrees
@@ -142,6 +142,7 @@ class Evidence:
         """Returns the evidence with candidates of these models only; (): of all. How much losses vary
         is still learned from all. Raises UserError for a model that the record does not have.
         """
+        require_list("models", models)
         if not models:
             return self
         present = dict.fromkeys(one.model for one in self.candidates)

@@ -24,10 +24,10 @@ from smallgpt_jax.comparison.outcomes import Outcomes, read_recorded
 from smallgpt_jax.comparison.queue import Queue, check_existing
 from smallgpt_jax.comparison.run_reader import name_workdirs, read_run
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun
-from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.config.recipes import ConfigLike, load_config
 from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.diagnosis.windows import WINDOWS
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, require_list
 from smallgpt_jax.evaluation import inference_cost, texts
 from smallgpt_jax.report import figures, page
 from smallgpt_jax.report.page import Report
@@ -53,7 +53,7 @@ REPORTING_FRACTION = 0.05  # of the time, that reports between runs may take
 
 
 def compare(
-    config: str | Mapping[str, Any],
+    config: ConfigLike,
     output: str | Path,
     overrides: Mapping[str, Any] | None = None,
     *,
@@ -104,7 +104,7 @@ def merge_results(
 
 
 def plan_comparison(
-    config: str | Mapping[str, Any],
+    config: ConfigLike,
     output: str | Path,
     overrides: Mapping[str, Any] | None = None,
     *,
@@ -233,6 +233,7 @@ def _record_of_workdirs(
     patterns: Sequence[str], output: Path, command: str, trust_custom_code: bool
 ) -> Record:
     """Returns the record of existing runs. The first one is the reference."""
+    require_list("workdirs", patterns)
     folders = [folder for pattern in filter(None, patterns) for folder in _find_folders(pattern)]
     if not folders:
         raise UserError("--workdirs: the list is empty; name at least one run")
@@ -273,6 +274,7 @@ def _refuse_reported(output: Path) -> None:
 
 
 def result_paths(results: Sequence[str]) -> list[Path]:
+    require_list("results", results)
     paths = [as_path("--results", path) for path in dict.fromkeys(results) if path]
     if not paths:
         raise UserError("--results: the list is empty; name at least one results.json")

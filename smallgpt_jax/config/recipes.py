@@ -11,9 +11,9 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from ml_collections import ConfigDict, FrozenConfigDict
 
@@ -26,14 +26,22 @@ SIZE_IS_NAMED = "config.train.size: is named with the recipe, such as llama:30M;
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
 
-def load_config(
-    config: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
-) -> ConfigDict:
+class RunConfig(Protocol):
+    """The config of a run, `run.config.Config`."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+# a recipe, as in --config; groups of fields; or the config of a run
+ConfigLike: TypeAlias = str | Mapping[str, Any] | RunConfig
+
+
+def load_config(config: ConfigLike, overrides: Mapping[str, Any] | None = None) -> ConfigDict:
     """Returns a copy of a config with other values.
 
-    `config` is a recipe, as in --config, or the groups of fields. `overrides` are nested, like the
-    config, or have names such as "train.steps". Their types and values are checked where the config
-    is used. Raises UserError for an unknown recipe, group or field.
+    `overrides` are nested, like the config, or have names such as "train.steps". Their types and
+    values are checked where the config is used. Raises UserError for an unknown recipe, group or
+    field.
     """
     if isinstance(config, str):
         loaded = _read_recipe(config)
@@ -41,8 +49,10 @@ def load_config(
         is_frozen = isinstance(config, FrozenConfigDict)
         thawed = config.as_configdict() if is_frozen else config
         loaded = thawed.copy_and_resolve_references()
-    else:  # names of runs may have dots, such as gpt@0.2M
-        loaded = ConfigDict(copy.deepcopy(dict(config)), allow_dotted_keys=True)
+    else:
+        groups = config if isinstance(config, Mapping) else config.to_dict()
+        # names of runs may have dots, such as gpt@0.2M
+        loaded = ConfigDict(copy.deepcopy(dict(groups)), allow_dotted_keys=True)
     with loaded.ignore_type():
         _override(loaded, overrides or {}, "config")
     return loaded
@@ -50,12 +60,12 @@ def load_config(
 
 def _read_recipe(value: str) -> ConfigDict:
     """Returns the config of a recipe, as in --config: gpt, gpt:tiny, configs/gpt.py, run:WORKDIR."""
-    found = find_recipe(value)
-    path, colon, argument = found.partition(":")
+    located = find_recipe(value)
+    path, colon, argument = located.partition(":")
     spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_recipe", path)
     assert spec and spec.loader  # the path is that of a Python file
     recipe = importlib.util.module_from_spec(spec)
-    with imports_of(found):
+    with imports_of(located):
         spec.loader.exec_module(recipe)
         return recipe.get_config(argument) if colon else recipe.get_config()
 
@@ -122,7 +132,7 @@ def _recipes_in(folder: Path) -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def imports_of(recipe: str) -> Iterator[None]:
+def imports_of(recipe: str) -> Generator[None]:
     """Lets a recipe import `configs.base` while it is read: a user's recipe from configs/ in the
     working directory, if it has a base.py. That may be of a program with other configs, so the
     shipped recipes import theirs. `recipe` is a result of `find_recipe`.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.config.recipes import ConfigLike, load_config
 from smallgpt_jax.data import probe_corpus, tokenizers
 from smallgpt_jax.data.config import DataConfig, embedding_rows, is_synthetic
 from smallgpt_jax.data.packing import PACKINGS, Mixture
@@ -149,7 +149,7 @@ def require_rows(vocab_size: int, entries: int) -> None:
 
 
 def prepare(
-    config: str | Mapping[str, Any],
+    config: ConfigLike,
     overrides: Mapping[str, Any] | None = None,
     *,
     workers: int | None = None,
@@ -165,7 +165,7 @@ def prepare(
 
 
 def prepare_shard(
-    config: str | Mapping[str, Any],
+    config: ConfigLike,
     overrides: Mapping[str, Any] | None = None,
     *,
     shard: str,

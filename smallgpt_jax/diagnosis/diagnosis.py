@@ -21,6 +21,7 @@ from smallgpt_jax.diagnosis.windows import (
     validation_windows,
     windows_of_file,
 )
+from smallgpt_jax.errors import require_list
 from smallgpt_jax.formatting import finite
 from smallgpt_jax.inference.loading import TrainedModel, load_trained, require_next_tokens
 from smallgpt_jax.inference.single_blocks import num_blocks
@@ -70,6 +71,7 @@ def diagnose(
     untrained model whose collapse without skip connections is measured; 0: none. `step` is the
     checkpoint's; None: the newest. Progress is shown on standard error. Raises UserError.
     """
+    require_list("texts", texts)
     trained = load_trained(workdir, step, trust_custom_code)
     require_next_tokens(trained.model)
     if not num_blocks(trained.model):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from smallgpt_jax import inference, models
 from smallgpt_jax.data import tokenizers
-from smallgpt_jax.errors import UserError, install_command
+from smallgpt_jax.errors import UserError, install_command, require_list
 from smallgpt_jax.evaluation import lm_eval_tasks, report
 from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts
 from smallgpt_jax.evaluation.progress import ScoringProgress
@@ -34,6 +34,9 @@ class Benchmarks:
     num_fewshot: int | None = None  # examples before each question; None: the task's own number
     seed: int = SEED  # of the choice of these examples, and of sampled texts
     gen_kwargs: str | None = None  # of tasks that generate text, such as "temperature=0.8"
+
+    def __post_init__(self):
+        require_list("tasks", self.tasks)
 
     def score(
         self, workdir: Path, model: ModelOptions, limit: float | None, log_samples: bool

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from smallgpt_jax import inference
 from smallgpt_jax.data.questions import Question, find_labels, label_bits, read_questions
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, require_list
 from smallgpt_jax.evaluation import report
 from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts
 from smallgpt_jax.evaluation.progress import ScoringProgress
@@ -33,6 +33,10 @@ class ExampleFile:
     # of the metric "accuracy": the possible answers; (): the different answers in the file
     labels: Sequence[str] = ()
     max_new_tokens: int = 64  # of a generated answer
+
+    def __post_init__(self):
+        require_list("metrics", self.metrics)
+        require_list("labels", self.labels)
 
     def score(
         self, workdir: Path, model: ModelOptions, limit: float | None, log_samples: bool

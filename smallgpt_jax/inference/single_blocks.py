@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from smallgpt_jax.errors import UserError
+from smallgpt_jax.errors import UserError, require_list
 from smallgpt_jax.models import LanguageModel, abstract_variables
 from smallgpt_jax.models.block import Block
 from smallgpt_jax.models.context import EVALUATION, Context
@@ -95,6 +95,7 @@ class _WithoutBlocks(LanguageModel):
 
 
 def without_blocks(model: LanguageModel, numbers: Sequence[str | int]) -> LanguageModel:
+    require_list("skip_blocks", numbers)
     if not numbers:
         return model
     chosen, count = {str(number).strip() for number in numbers}, num_blocks(model)

@@ -9,7 +9,7 @@ import jax
 
 from smallgpt_jax import models
 from smallgpt_jax.config.group import AUTO
-from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.config.recipes import ConfigLike, load_config
 from smallgpt_jax.devices import chips, sharding
 from smallgpt_jax.devices.platform import faster_dtype
 from smallgpt_jax.errors import UserError
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
 
 
 def plan(
-    config: str | Mapping[str, Any],
+    config: ConfigLike,
     topology: str,
     overrides: Mapping[str, Any] | None = None,
     *,
@@ -82,7 +82,7 @@ def plan(
 
 
 def plan_inference(
-    config: str | Mapping[str, Any],
+    config: ConfigLike,
     topology: str,
     overrides: Mapping[str, Any] | None = None,
     *,
@@ -98,7 +98,7 @@ def plan_inference(
 
 def _config_on(
     devices: list[jax.Device],
-    config: str | Mapping[str, Any],
+    config: ConfigLike,
     overrides: Mapping[str, Any] | None,
 ) -> Config:
     loaded = load_config(config, overrides)

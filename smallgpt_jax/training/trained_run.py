@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smallgpt_jax import inference
-from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.config.recipes import ConfigLike, load_config
 from smallgpt_jax.devices import compilation_cache, distributed
 from smallgpt_jax.run import curves
 from smallgpt_jax.run.checkpoint_folder import find_checkpoint
@@ -67,7 +67,7 @@ class TrainedRun:
 
 
 def train(
-    config: str | Mapping[str, Any],
+    config: ConfigLike,
     workdir: str | Path,
     overrides: Mapping[str, Any] | None = None,
 ) -> TrainedRun:

@@ -10,16 +10,15 @@ import hashlib
 import json
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis import sequential
 from smallgpt_jax.analysis.record import Record, Run
 from smallgpt_jax.comparison.counts import Counts
 from smallgpt_jax.comparison.runs import RUNS_FOLDER
-from smallgpt_jax.config.recipes import load_config
+from smallgpt_jax.config.recipes import ConfigLike, load_config
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.custom_code import import_training_code
@@ -76,7 +75,7 @@ class Ledger:
 
 
 def ask_gate(
-    candidate: str | Mapping[str, Any],
+    candidate: ConfigLike,
     against: str | Path,
     output: str | Path,
     *,

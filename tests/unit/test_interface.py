@@ -54,6 +54,24 @@ def test_every_public_name():
         smallgpt_jax.trian  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("labels", lambda: smallgpt_jax.ExampleFile("a.jsonl", labels=" yes, no")),
+        ("metrics", lambda: smallgpt_jax.ExampleFile("a.jsonl", metrics="accuracy")),
+        ("tasks", lambda: smallgpt_jax.Benchmarks(tasks="paper")),
+        ("workdirs", lambda: smallgpt_jax.compare_runs("runs/a", "out")),
+        ("results", lambda: smallgpt_jax.merge_results("a.json", "out")),
+        ("texts", lambda: smallgpt_jax.diagnose("runs/a", "b.txt")),
+        ("models", lambda: smallgpt_jax.choose_next("docs/results/scaling.json", models="gpt")),
+    ],
+)
+def test_a_text_in_place_of_a_list(name, call, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(smallgpt_jax.UserError, match=f"^{name}='.*': expected a list$"):
+        call()
+
+
 @pytest.mark.slow
 def test_a_command_does_not_take_the_place_of_its_function():
     code = "import smallgpt_jax.prepare as function; print(function.__module__, function.__name__)"

@@ -96,6 +96,12 @@ def test_wrong_overrides(overrides, message):
     assert str(error.value) == message
 
 
+def test_the_config_of_a_run_is_a_config():
+    config = Config.of(recipes.load_config("gpt:tiny"))
+    changed = recipes.load_config(config, {"train.steps": 7})
+    assert Config.of(changed) == config.replace(train={"steps": 7})
+
+
 def test_a_comparison_is_not_a_run():
     with pytest.raises(UserError, match=r"is a comparison, .* with smallgpt_jax.compare$"):
         Config.of(recipes.load_config("compare/paper:tiny"))

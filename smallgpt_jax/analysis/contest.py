@@ -39,34 +39,32 @@ _MAX_SEEDS = 10_000
 
 def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
     """Returns the ranking of the contenders, one or more, one per model."""
-    finite = [one for one in contenders if math.isfinite(one.loss)]
     diverged = [one for one in contenders if not math.isfinite(one.loss)]
     last = [_standing(one, math.inf, None, 0.0) for one in diverged]
-    if not finite:
-        return Contest(tuple(last), (), None, "diverged", (), math.nan)
+    if len(diverged) == len(contenders):
+        return Contest(
+            standings=tuple(last),
+            pairs=(),
+            chosen=None,
+            refusal="diverged",
+            blockers=(),
+            at_stake=math.nan,
+        )
+    finite = [one for one in contenders if math.isfinite(one.loss)]
     # Losses vary more at some sizes and lengths than at others: that of the best one stands for all.
     prior = evidence.variance_prior_at(min(finite, key=lambda one: one.loss).candidate)
-    losses = spreads.matrix([one.losses for one in finite])
-    estimate = spreads.estimate(losses, prior, [one.noise for one in finite])
-    order = _order(finite, estimate.means)
-    finite, estimate = [finite[index] for index in order], estimate.take(order)  # best first
+    finite, estimate = _best_first(finite, prior)
     # Nats by which a loss may be lower with sizes or lengths that were not tried. The first one is to
     # be chosen as it was trained, so it gets none.
     untried = np.array([0.0, *(one.untried for one in finite[1:])])
     draws = draw_losses(estimate, untried)  # (draws, models)
     # in how many of the draws each model is the lowest
     probabilities = np.bincount(draws.argmin(1), minlength=len(finite)) / len(draws)
-    # Verdicts on pairs allow for what was not tried, too. paired[a, b]: mean difference a − b
-    with_untried = dataclasses.replace(
-        estimate,
-        means=estimate.means - untried,
-        paired=estimate.paired - untried[:, None] + untried,
-    )
     models = [one.model for one in finite]
-    pairs = compare_pairs(models, with_untried, draws, evidence.pair_level)
-    chosen, refusal, blockers = _decide(
-        finite, probabilities, prior, pairs if evidence.pair_level else ()
-    )
+    # Verdicts on pairs allow for what was not tried, too.
+    pairs = compare_pairs(models, _lowered(estimate, untried), draws, evidence.pair_level)
+    sequential_pairs = pairs if evidence.pair_level else ()
+    chosen, refusal, blockers = _decide(finite, probabilities, prior, sequential_pairs)
     standings = []
     for i, (one, probability) in enumerate(zip(finite, probabilities)):
         standings.append(_standing(one, estimate.means[i], _interval(estimate, i), probability))
@@ -74,8 +72,33 @@ def compete(contenders: Sequence[Contender], evidence: Evidence) -> Contest:
         pairs.append(Pair(worse.model, better.model, 0, math.inf, None, 0.0, "higher", None))
     # Where no spread is known, the draws cannot tell what is at stake.
     is_known = prior.is_known or len(finite) == 1
-    at_stake = _at_stake(draws) if is_known else math.inf
-    return Contest((*standings, *last), tuple(pairs), chosen, refusal, blockers, at_stake)
+    return Contest(
+        standings=(*standings, *last),
+        pairs=tuple(pairs),
+        chosen=chosen,
+        refusal=refusal,
+        blockers=blockers,
+        at_stake=_at_stake(draws) if is_known else math.inf,
+    )
+
+
+def _best_first(
+    contenders: Sequence[Contender], prior: VariancePrior
+) -> tuple[list[Contender], Estimate]:
+    """Returns contenders with finite losses, best first, and the estimate of these losses."""
+    losses = spreads.matrix([one.losses for one in contenders])
+    estimate = spreads.estimate(losses, prior, [one.noise for one in contenders])
+    order = _order(contenders, estimate.means)
+    return [contenders[index] for index in order], estimate.take(order)
+
+
+def _lowered(estimate: Estimate, nats: np.ndarray) -> Estimate:
+    """Returns the estimate with the loss of each model lowered by its `nats`."""
+    return dataclasses.replace(
+        estimate,
+        means=estimate.means - nats,
+        paired=estimate.paired - nats[:, None] + nats,  # paired[a, b]: mean difference a − b
+    )
 
 
 def _at_stake(draws: np.ndarray) -> float:

@@ -2,7 +2,7 @@
 
 import functools
 
-from smallgpt_jax.analysis import description, laws, spreads
+from smallgpt_jax.analysis import description, laws
 from smallgpt_jax.analysis.candidates import (
     Contender,
     Evidence,
@@ -13,9 +13,10 @@ from smallgpt_jax.analysis.candidates import (
     size_of_most_models,
 )
 from smallgpt_jax.analysis.choice import default_choices
-from smallgpt_jax.analysis.contest import compare_pairs, compete, draw_losses
+from smallgpt_jax.analysis.contest import compete
 from smallgpt_jax.analysis.equal_flops import compare_at_equal_flops, find_multipliers, find_untried
-from smallgpt_jax.analysis.findings import Contest, Findings, Pair
+from smallgpt_jax.analysis.findings import Contest, Findings
+from smallgpt_jax.analysis.further_measures import find_measures
 from smallgpt_jax.analysis.record import Record, model_of
 
 
@@ -41,9 +42,7 @@ def analyse(record: Record) -> Findings:
         held_out=laws.check_predictions(record, contest_at),
         rates=description.describe_rates(record),
         untried=find_untried(evidence),
-        measures=description.describe_measures(
-            ranked, lambda values: _compare_measure(values, reference, evidence.pair_level)
-        ),
+        measures=find_measures(ranked, reference, evidence.pair_level),
         curves=description.describe_curves(ranked),
     )
 
@@ -61,18 +60,3 @@ def _as_trained(evidence: Evidence, size: str | None) -> Contest | None:
         if not any(contender.model in equal for contender in contenders):
             contenders.append(Contender(one, one.losses, one.flops, equal_to=equal))
     return compete(contenders, evidence)
-
-
-def _compare_measure(
-    values: description.Values, reference: str, pair_level: float | None
-) -> tuple[Pair, ...]:
-    """Returns the verdicts on a measure, {name: {seed: value}}, against the reference. "lower" means
-    a lower value, whether or not that is better.
-    """
-    names = [name for name in values if name != reference]
-    if reference not in values or not names:
-        return ()
-    by_name_and_seed = spreads.matrix([values[reference], *(values[name] for name in names)])
-    estimate = spreads.estimate_alone(by_name_and_seed)
-    pairs = compare_pairs((reference, *names), estimate, draw_losses(estimate), pair_level)
-    return tuple(pair for pair in pairs if pair.other == reference)

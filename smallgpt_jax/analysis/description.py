@@ -1,17 +1,13 @@
-"""What a record says without a statistical decision: the setup, learning rates, curves and further
-measures.
-"""
+"""What a record says without a statistical decision: the setup, learning rates and curves."""
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from smallgpt_jax.analysis.findings import (
     Corpus,
     Curve,
     CurvePoint,
-    Measure,
-    Pair,
     Range,
     Rates,
     Setup,
@@ -20,19 +16,7 @@ from smallgpt_jax.analysis.findings import (
 from smallgpt_jax.analysis.record import Grid, Record, Run, grouped
 
 _LIBRARIES = ("jax", "python")  # in `Setup.software`
-# Fields of a diagnosis: of the activations after a block, of a block's attention, of the whole model.
-_ACTIVATIONS = ("token_similarity", "neighbour_similarity", "effective_rank")
-_ATTENTION = ("entropy", "first_weight")
-_WHOLE_MODEL = (
-    "loss_of_repeats",
-    "loss_of_others",
-    "in_context_score",
-    "least_important_block",
-    "most_important_block",
-)
 PLAUSIBLE = 2.0  # standard deviations of the difference of two runs within which a rate may be best
-Values = Mapping[str, Mapping[int, float]]  # {name: {seed: value}}
-ComparePairs = Callable[[Values], tuple[Pair, ...]]  # each name against the reference
 
 
 # ------------------------------------------------------------------ setup
@@ -196,94 +180,9 @@ def _curve(name: str, runs: Sequence[Run]) -> Curve:
         if None not in losses:
             tokens = _mean([point.tokens for point in points])
             flops = _mean([point.flops for point in points])
-            means.append(CurvePoint(tokens, flops, _spread(losses)))
+            means.append(CurvePoint(tokens, flops, Spread.of(losses)))
     return Curve(name, tuple(means))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     return None if not values or None in values else statistics.fmean(values)
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(statistics.fmean(values), min(values), max(values))
-
-
-# ------------------------------------------------------------------ further measures
-def describe_measures(runs: Sequence[Run], compare_pairs: ComparePairs) -> tuple[Measure, ...]:
-    """Returns the measures of finished runs; those of _TESTED with verdicts."""
-    finished = [run for run in runs if run.is_finished and not run.diverged]
-    measures = []
-    for kind, measure_of in _MEASURES:
-        for measure, values in _by_measure(finished, measure_of).items():
-            spreads = {name: _spread([*by_seed.values()]) for name, by_seed in values.items()}
-            pairs = compare_pairs(values) if kind in _TESTED else ()
-            measures.append(Measure(kind, measure, spreads, pairs))
-    return tuple(measures)
-
-
-def _by_measure(
-    runs: Sequence[Run], measure_of: Callable[[Run], Mapping[str, float | None]]
-) -> dict[str, dict[str, dict[int, float]]]:
-    """Returns {measure: {name: {seed: value}}} without missing values."""
-    values: dict[str, dict[str, dict[int, float]]] = {}
-    for run in runs:
-        for measure, value in measure_of(run).items():
-            if value is not None:
-                values.setdefault(measure, {}).setdefault(run.name, {})[run.seed] = value
-    return values
-
-
-def _text_losses(run: Run) -> dict[str, float]:
-    """Returns {"own × 2": bits per byte}, × 2: at twice the context length of training."""
-    trained = run.config["model.context_length"]
-    return {
-        f"{row.text} × {row.context_length / trained:g}": row.bits_per_byte for row in run.texts
-    }
-
-
-def _speed(run: Run) -> dict[str, float | None]:
-    seconds = run.last.seconds if run.last else None
-    return {"tokens_per_second": run.tokens_per_second, "seconds": seconds}
-
-
-def _inside(run: Run) -> dict[str, float | None]:
-    """Returns one number per measure of the run's diagnosis (`Run.inside`); {} without one."""
-    diagnosis = run.inside
-    if diagnosis is None or not diagnosis.blocks:
-        return {}
-    # All blocks write to one stream of activations: after the last one, it has what all have done.
-    values = {field: getattr(diagnosis.blocks[-1], field) for field in _ACTIVATIONS}
-    # Each block has its own attention. None: a block without attention.
-    for field in _ATTENTION:
-        of_blocks = [getattr(block, field) for block in diagnosis.blocks]
-        values[field] = _mean([value for value in of_blocks if value is not None])
-    return values | {field: getattr(diagnosis, field) for field in _WHOLE_MODEL}
-
-
-def _inference(run: Run) -> dict[str, float | None]:
-    """Returns {measure: bytes or milliseconds} of decoding; {} if it was not measured."""
-    inference = run.inference
-    if inference is None:
-        return {}
-    values = {
-        "weight_bytes": run.weight_bytes,
-        "cache_bytes_per_token": inference.cache_bytes_per_token,
-        "cache_bytes": inference.cache_bytes,
-        "prefill_ms": inference.prefill_ms and inference.prefill_ms.median,
-    }
-    for row in inference.decoding:
-        values[f"step_ms, batch {row.batch}, {row.cache} cache"] = row.step_ms.median
-    return values
-
-
-_TESTED = ("benchmark", "inside", "answers")  # kinds whose differences are tested
-# (kind, run → {measure: value}), in the order of the report
-_MEASURES = (
-    ("answers", lambda run: run.last.answers if run.last else {}),
-    ("text", _text_losses),
-    ("benchmark", lambda run: run.benchmarks),
-    ("inference", _inference),
-    ("speed", _speed),
-    ("memory", lambda run: {"memory_bytes": run.memory_bytes}),
-    ("inside", _inside),
-)

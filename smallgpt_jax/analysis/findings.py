@@ -4,7 +4,9 @@ Losses are nats per token, costs are in the units of their budget (`candidates.B
 """
 
 import dataclasses
-from typing import Literal
+import statistics
+from collections.abc import Sequence
+from typing import Literal, Self
 
 from smallgpt_jax.analysis.record import Grid
 
@@ -28,6 +30,10 @@ class Spread:
     mean: float
     low: float  # the least value
     high: float  # the largest value
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        return cls(statistics.fmean(values), min(values), max(values))
 
 
 @dataclasses.dataclass(frozen=True)

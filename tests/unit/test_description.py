@@ -8,6 +8,7 @@ from comparison_helpers import SESSION, TEXT, record, run
 
 from smallgpt_jax.analysis import description
 from smallgpt_jax.analysis.findings import Range, Spread
+from smallgpt_jax.analysis.further_measures import find_measures
 from smallgpt_jax.analysis.record import Grid, GridRate, Point, TextLoss, TrainingText
 
 
@@ -115,11 +116,15 @@ def test_measures_of_finished_runs():
         run("gpt", 1, 3.0, benchmarks={"copa acc": 0.5}, texts=(text,)),
         run("gpt", 2, 3.0, benchmarks={"copa acc": 0.7}),
         run("gpt", 3, 3.0, is_finished=False, benchmarks={"copa acc": 0.0}),
+        run("pgpt", 1, 3.0, benchmarks={"copa acc": 0.4}),
+        run("pgpt", 2, 3.0, benchmarks={"copa acc": 0.5}),
     ]
-    compared = []
-    measures = description.describe_measures(runs, lambda values: compared.append(values) or ())
+    measures = find_measures(runs, "gpt", pair_level=None)
     by_name = {(one.kind, one.measure): one for one in measures}
-    assert by_name["benchmark", "copa acc"].spreads == {"gpt": Spread(0.6, 0.5, 0.7)}
+    assert by_name["benchmark", "copa acc"].spreads["gpt"] == Spread(0.6, 0.5, 0.7)
     assert by_name["text", "own × 2"].spreads == {"gpt": Spread(1.25, 1.25, 1.25)}
     assert by_name["memory", "memory_bytes"].spreads["gpt"].mean == 10**6
-    assert compared == [{"gpt": {1: 0.5, 2: 0.7}}]  # only benchmarks are tested here
+    (pair,) = by_name["benchmark", "copa acc"].pairs
+    assert (pair.model, pair.other, pair.seeds) == ("pgpt", "gpt", 2)
+    assert pair.difference == pytest.approx(-0.15)
+    assert by_name["memory", "memory_bytes"].pairs == ()

@@ -118,42 +118,50 @@ class Comparison:
         """Returns {name: number of seeds}, after all rounds that the known losses determine. Where
         they do not determine whether the next round adds seeds: none or, with `at_most`, all.
         """
-        # The next round counts only when all losses of a round are known. So the plan depends neither
-        # on the order in which runs finish, nor on the process that makes it.
-        counts = dict.fromkeys(self.models, len(self.seeds))
         if self.rounds is None:
-            return counts
+            return dict.fromkeys(self.models, len(self.seeds))
+        counts = {}
         for names in grouped(self.models, size_of).values():
-            while True:
-                of_size = self._losses_of_seeds(names, losses, multiples, counts)
-                if of_size is None:  # this round is not finished
-                    if at_most:
-                        counts |= dict.fromkeys(names, self.rounds.most)
-                    break
-                next_counts = next_seeds(of_size, self.rounds)
-                if all(counts[name] == number for name, number in next_counts.items()):
-                    break  # the verdicts need no further seeds
-                counts |= next_counts
+            counts |= self._num_seeds_of_size(names, losses, multiples, at_most)
         return counts
 
-    def _losses_of_seeds(
+    def _num_seeds_of_size(
         self,
         names: Sequence[str],
         losses: Mapping[Path, float],
         multiples: Mapping[str, float | None],
+        at_most: bool,
+    ) -> dict[str, int]:
+        """Returns `_num_seeds` of the names of one size."""
+        # The next round counts only when all losses of a round are known. So the plan depends neither
+        # on the order in which runs finish, nor on the process that makes it.
+        counts = dict.fromkeys(names, len(self.seeds))
+        while True:
+            of_seeds = self._losses_of_seeds(counts, losses, multiples)
+            if of_seeds is None:  # this round is not finished
+                return dict.fromkeys(names, self.rounds.most) if at_most else counts
+            next_counts = counts | next_seeds(of_seeds, self.rounds)
+            if next_counts == counts:  # the verdicts need no further seeds
+                return counts
+            counts = next_counts
+
+    def _losses_of_seeds(
+        self,
         counts: Mapping[str, int],
+        losses: Mapping[Path, float],
+        multiples: Mapping[str, float | None],
     ) -> dict[str, list[float]] | None:
-        """Returns {name: losses of its seeds}, without models that diverged at all learning rates;
-        None if a loss is not known yet.
+        """Returns {name: losses of its seeds} for {name: number of seeds}, without models that
+        diverged at all learning rates; None if a loss is not known yet.
         """
         of_names = {}
-        for name in names:
+        for name, count in counts.items():
             if model_of(name) not in multiples:  # has diverged at all learning rates
                 continue
             multiple = multiples[model_of(name)]
             if multiple is None:
                 return None
-            seeds = range(self.seeds[0], self.seeds[0] + counts[name])
+            seeds = range(self.seeds[0], self.seeds[0] + count)
             folders = [run_folder(self.output, name, seed, multiple) for seed in seeds]
             of_names[name] = [losses.get(folder) for folder in folders]
             if None in of_names[name]:

@@ -22,7 +22,7 @@ from benchmarks.measuring import table
 from smallgpt_jax import cli
 from smallgpt_jax.analysis.description import minimum_of
 from smallgpt_jax.analysis.record import Grid, GridRate
-from smallgpt_jax.comparison.runs import scale
+from smallgpt_jax.comparison.runs import with_rate_multiple
 from smallgpt_jax.run.config import Config
 from smallgpt_jax.training.build import build_program
 from smallgpt_jax.training.opening import open_pipeline
@@ -43,7 +43,7 @@ def grid(config: Config, multiples: list[float]) -> Grid:
     pipeline = open_pipeline(config, program)
 
     def final_loss(multiple: float) -> float:
-        step = program.bind(scale(config, multiple))
+        step = program.bind(with_rate_multiple(config, multiple))
         state, losses = program.initial_state(config.train.seed), []
         for i in range(config.train.steps):
             state, metrics = step(state, pipeline.to_devices(pipeline.train_batches[i]))

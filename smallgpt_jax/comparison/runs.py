@@ -192,12 +192,12 @@ class Comparison:
             return losses.get(run_folder(self.output, name, self.grid_seed, multiple))
 
         own_rate = self.models[name].optimizer.learning_rate
-        return search(self.grid_seed, own_rate, self.multiples, self.max_added, loss_of)
+        return learning_rate_grid(self.grid_seed, own_rate, self.multiples, self.max_added, loss_of)
 
     def _run(self, name: str, seed: int, multiple: float, in_grid: bool = False) -> PlannedRun:
         config = self.models[name].replace(train={"seed": seed})
         if multiple != 1:
-            config = scale(config, multiple)
+            config = with_rate_multiple(config, multiple)
         folder = run_folder(self.output, name, seed, multiple)
         # Grids come first even where a model has only the held-out size: they have another seed, and
         # their losses predict nothing.
@@ -239,7 +239,7 @@ def run_folder(output: Path, name: str, seed: int, multiple: float = 1.0) -> Pat
 
 
 # ------------------------------------------------------------------ learning rates
-def search(
+def learning_rate_grid(
     seed: int,
     learning_rate: float,
     multiples: tuple[float, ...],
@@ -269,7 +269,7 @@ def _rate(multiple: float, loss: float | None) -> GridRate:
     return GridRate(multiple, None if diverged else loss, diverged)
 
 
-def scale(config: Config, multiple: float) -> Config:
+def with_rate_multiple(config: Config, multiple: float) -> Config:
     """Returns the config with `multiple` times the learning rate, at the start and the end."""
     optimizer = config.optimizer
     return config.replace(

@@ -9,14 +9,14 @@ import pytest
 from conftest import load_config
 
 from smallgpt_jax.analysis.record import Grid
-from smallgpt_jax.comparison.runs import Comparison, run_folder, search
+from smallgpt_jax.comparison.runs import Comparison, learning_rate_grid, run_folder
 from smallgpt_jax.run.config import Config
 
 INF = math.inf
 
 
 def searched(multiples, losses: dict, max_added: int = 4) -> Grid:
-    return search(6, 0.01, multiples, max_added, losses.get)
+    return learning_rate_grid(6, 0.01, multiples, max_added, losses.get)
 
 
 def parabola(optimum: float) -> dict[float, float]:

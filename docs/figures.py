@@ -14,7 +14,7 @@ import numpy as np
 
 from smallgpt_jax.analysis import record
 from smallgpt_jax.analysis.candidates import evidence_of
-from smallgpt_jax.analysis.choice import Asked
+from smallgpt_jax.analysis.choice import Chooser
 from smallgpt_jax.analysis.record import Record, Run
 from smallgpt_jax.comparison import merging
 
@@ -72,10 +72,10 @@ def losses_at(budgets: Sequence[float], merged: Record) -> dict[str, np.ndarray]
     """Returns {model: its lowest loss with each budget}; NaN where it was not trained with about so
     much.
     """
-    asked = Asked(evidence_of(merged), "flops", 1)
+    chooser = Chooser(evidence_of(merged), "flops", 1)
     losses = defaultdict(lambda: np.full(len(budgets), np.nan))
     for i, budget in enumerate(budgets):
-        for standing in asked.contest(budget).standings:
+        for standing in chooser.contest(budget).standings:
             if standing.known in ("trained", "interpolated"):
                 losses[standing.model][i] = standing.loss
     return losses

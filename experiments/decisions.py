@@ -32,7 +32,7 @@ from experiments import made_up
 from experiments.made_up import KINDS, Design
 from smallgpt_jax.analysis import contest
 from smallgpt_jax.analysis.candidates import evidence_of
-from smallgpt_jax.analysis.choice import Asked
+from smallgpt_jax.analysis.choice import Chooser
 from smallgpt_jax.analysis.equal_flops import compare_at_equal_flops, find_multipliers
 
 _RECORDS = flags.DEFINE_integer("records", 200, "Records per cell of a table.")
@@ -124,7 +124,7 @@ def ask(
     budget = math.exp(rng.uniform(math.log(min(costs)), math.log(1.2 * max(costs))))
     losses = made_up.best_at(models, budget, range(design.sizes))
     best = models[int(losses.argmin())].name
-    answer = Asked(evidence_of(record), "flops").contest(budget)
+    answer = Chooser(evidence_of(record), "flops").contest(budget)
     said = [
         (one.probability, one.model == best)
         for one in answer.standings

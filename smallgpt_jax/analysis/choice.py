@@ -56,9 +56,9 @@ def choose(
             "--results: the losses are means over different validation rows or of different "
             "objectives; choose from the runs of one"
         )
-    asked = Asked(evidence, budget, batch)
-    asked.require_a_step(limit)
-    return asked.choice(limit)
+    chooser = Chooser(evidence, budget, batch)
+    chooser.require_a_step(limit)
+    return chooser.choice(limit)
 
 
 def default_choices(evidence: Evidence) -> tuple[Choice, ...]:
@@ -68,14 +68,16 @@ def default_choices(evidence: Evidence) -> tuple[Choice, ...]:
         return ()
     choices = []
     for budget in _DEFAULT_BUDGETS:
-        asked = Asked(evidence, budget)
-        choices += [asked.choice(limit) for limit in asked.default_limits()]
+        chooser = Chooser(evidence, budget)
+        choices += [chooser.choice(limit) for limit in chooser.default_limits()]
     return tuple(choices)
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """A kind of budget, asked of the evidence of a record. Limits and costs are in its unit."""
+class Chooser:
+    """Chooses a model of a record within limits of one kind of budget. Limits and costs are in the
+    unit of this budget.
+    """
 
     evidence: Evidence
     budget: str  # key of `BUDGETS`

@@ -11,7 +11,7 @@ from decision_helpers import evidence, record, runs
 from experiments import made_up
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.candidates import evidence_of
-from smallgpt_jax.analysis.choice import Asked, choose, default_choices
+from smallgpt_jax.analysis.choice import Chooser, choose, default_choices
 from smallgpt_jax.analysis.record import DecodingStep, Inference, Quartiles
 from smallgpt_jax.errors import UserError
 
@@ -333,7 +333,7 @@ def made_up_contest(kind: str, rng: np.random.Generator, seeds_of=None):
     made = evidence_of(made_up.make_record(design, drawn, 0.8 * rng.random(), rng))
     budget = math.exp(rng.uniform(math.log(1e12), math.log(1e14)))
     within = [one for one in made.candidates if one.flops <= budget]
-    return within, Asked(made, "flops").contest(budget)
+    return within, Chooser(made, "flops").contest(budget)
 
 
 @pytest.mark.slow
@@ -349,7 +349,7 @@ def test_a_dominated_model_is_never_named(kind):
         drawn = made_up.draw_models(design, 0.05 * rng.random(), rng)
         evidence = evidence_of(made_up.make_record(design, drawn, 0.8 * rng.random(), rng))
         budget = math.exp(rng.uniform(math.log(1e12), math.log(2e14)))
-        answer = Asked(evidence, "flops").choice(budget)
+        answer = Chooser(evidence, "flops").choice(budget)
         within = [one.loss for one in evidence.candidates if one.flops <= budget]
         if answer.contest and answer.compared_at == answer.limit:
             first = answer.contest.standings[0]

@@ -24,7 +24,7 @@ from smallgpt_jax.analysis.candidates import (
     longest_trained,
 )
 from smallgpt_jax.analysis.contest import compete
-from smallgpt_jax.analysis.findings import POSSIBLE, Choice, Contest, FrontPoint
+from smallgpt_jax.analysis.findings import POSSIBLE, Choice, Contest, FrontPoint, Refusal
 from smallgpt_jax.analysis.record import Record, Run, grouped
 from smallgpt_jax.analysis.scaling_curves import (
     NEAR,
@@ -135,22 +135,30 @@ class Chooser:
         # Below all costs, or more than NEAR times above them, nothing is chosen, and the models are
         # compared at the nearest cost instead.
         least = min(map(min, self.costs.values()))
-        largest = sorted(map(max, self.costs.values()))  # cost of each model
-        refusal, compared_at, factor = None, limit, None
         if limit * SAME_BUDGET < least:
-            refusal, compared_at, factor = "nothing within", least, limit / least
-        elif limit > NEAR * largest[-1]:
+            return self._refused(answer, "nothing within", nearest=least, factor=limit / least)
+        largest = sorted(map(max, self.costs.values()))  # cost of each model
+        if limit > NEAR * largest[-1]:
             # Of training, the largest budget that two models have: one alone is no comparison.
             has_two = self.is_training and len(largest) > 1
             nearest = largest[-2] if has_two else largest[-1]
-            refusal, compared_at, factor = "beyond", nearest, limit / largest[-1]
-        contest = self.contest(compared_at)
+            return self._refused(answer, "beyond", nearest, factor=limit / largest[-1])
+        contest = self.contest(limit)
         return dataclasses.replace(
             answer,
-            chosen=None if refusal else contest.chosen,
-            refusal=refusal or contest.refusal,
+            chosen=contest.chosen,
+            refusal=contest.refusal,
             contest=contest,
-            compared_at=compared_at,
+            compared_at=limit,
+        )
+
+    def _refused(self, answer: Choice, refusal: Refusal, nearest: float, factor: float) -> Choice:
+        """Returns the answer without a model; the models are compared at the nearest cost."""
+        return dataclasses.replace(
+            answer,
+            refusal=refusal,
+            contest=self.contest(nearest),
+            compared_at=nearest,
             factor=factor,
         )
 

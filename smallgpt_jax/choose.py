@@ -18,7 +18,7 @@ import math
 from absl import flags
 
 from smallgpt_jax import cli
-from smallgpt_jax.analysis.candidates import BATCH_BUDGETS, BUDGETS, DECODING_BATCHES
+from smallgpt_jax.analysis.budgets import BATCH_BUDGETS, BUDGETS, DECODING_BATCHES
 from smallgpt_jax.formatting import finite
 from smallgpt_jax.report import choosing, words
 

@@ -1,4 +1,4 @@
-"""The candidates of a record: models at one size, length and learning rate; and what they cost."""
+"""The candidates of a record: models at one size, length and learning rate."""
 
 import dataclasses
 import itertools
@@ -18,8 +18,6 @@ EQUAL = 1e-3  # nats; models whose losses differ by less with each seed are the 
 _MIN_MODELS, _MIN_DEGREES = 4, 3
 _VARYING = 4.0  # range of losses, in multiples of EQUAL, above which equal ones are no coincidence
 _SAME_ROWS = 1.01  # ratio up to which numbers of validation tokens count as the same rows
-DECODING_BATCHES = (1, 32)  # batch sizes at which `compare` measures decoding
-BATCH_BUDGETS = ("decode_ms", "memory")  # that depend on the batch size of decoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,32 +306,3 @@ def _config_of_function(run: Run) -> dict:
         fields["model.architecture"] = "lgpt"
         del fields["model.conv_kernel"]
     return fields
-
-
-# ------------------------------------------------------------------ costs that a budget can limit
-def _decoding_ms(run: Run, batch: int) -> float | None:
-    """Returns the median milliseconds of a decoding step with a full cache."""
-    for row in run.inference.decoding if run.inference else ():
-        if (row.batch, row.cache) == (batch, "full"):
-            return row.step_ms.median
-    return None
-
-
-def _decoding_bytes(run: Run, batch: int) -> int | None:
-    """Returns the bytes of the weights and of the full caches of `batch` texts."""
-    if not run.weight_bytes or not run.inference:
-        return None
-    return run.weight_bytes + batch * run.inference.cache_bytes
-
-
-# {kind of budget: cost of a run, by the batch size of decoding; None if it was not measured}
-BUDGETS: dict[str, Callable[[Run, int], float | None]] = {
-    "flops": lambda run, batch: run.last and run.last.flops,
-    "seconds": lambda run, batch: run.last and run.last.seconds,
-    "parameters": lambda run, batch: run.parameters,
-    "bytes": lambda run, batch: run.weight_bytes,
-    "decode_ms": _decoding_ms,
-    "memory": _decoding_bytes,
-    "training_memory": lambda run, batch: run.memory_bytes,
-}
-TRAINING_BUDGETS = ("flops", "seconds")  # that grow with the length of training

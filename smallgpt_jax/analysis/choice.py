@@ -12,10 +12,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from smallgpt_jax.analysis.budgets import BUDGETS, TRAINING_BUDGETS
 from smallgpt_jax.analysis.candidates import (
-    BUDGETS,
     EQUAL,
-    TRAINING_BUDGETS,
     Candidate,
     Contender,
     Evidence,

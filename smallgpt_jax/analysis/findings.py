@@ -1,6 +1,6 @@
 """What `analyse` and `choose` find in a record. Data only: report/ puts it into words and figures.
 
-Losses are nats per token, costs are in the units of their budget (`candidates.BUDGETS`).
+Losses are nats per token, costs are in the units of their budget (`budgets.BUDGETS`).
 """
 
 import dataclasses
@@ -180,7 +180,7 @@ class FrontPoint:
 class Choice:
     """The answer to a budget."""
 
-    budget: str  # key of `candidates.BUDGETS`
+    budget: str  # key of `budgets.BUDGETS`
     limit: float
     batch: int  # of decoding
     chosen: str | None = None

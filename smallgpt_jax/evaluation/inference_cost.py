@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from smallgpt_jax import inference
-from smallgpt_jax.analysis.candidates import DECODING_BATCHES
+from smallgpt_jax.analysis.budgets import DECODING_BATCHES
 from smallgpt_jax.analysis.record import Inference
 from smallgpt_jax.devices.chips import device_name
 from smallgpt_jax.errors import UserError

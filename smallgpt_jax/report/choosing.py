@@ -12,7 +12,8 @@ from typing import Any
 
 from smallgpt_jax.analysis import choice as choices
 from smallgpt_jax.analysis import record as records
-from smallgpt_jax.analysis.candidates import BUDGETS, TRAINING_BUDGETS, evidence_of
+from smallgpt_jax.analysis.budgets import BUDGETS, TRAINING_BUDGETS
+from smallgpt_jax.analysis.candidates import evidence_of
 from smallgpt_jax.analysis.findings import Choice, Contest, Range, Standing
 from smallgpt_jax.analysis.further_runs import Cost, NextRun, cost_of, next_runs, runs_of_a_seed
 from smallgpt_jax.analysis.record import Record, Run, grouped, size_of
@@ -67,7 +68,7 @@ def choose(
     """Returns the model of a comparison's results.json for at most `limit` of `budget`; print()
     shows the answer.
 
-    `budget` is a key of `analysis.candidates.BUDGETS`, such as "flops"; `batch` is the batch size of
+    `budget` is a key of `analysis.budgets.BUDGETS`, such as "flops"; `batch` is the batch size of
     decoding; `models` are those to choose among, by default all. Raises UserError for an unknown
     budget, a wrong limit, and a record that cannot answer it.
     """

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.analysis import analyse
 from smallgpt_jax.analysis.record import RESULTS_FILE, Record, model_of
-from smallgpt_jax.comparison import dry_run, held_out, merging, recipe
+from smallgpt_jax.comparison import comparability, dry_run, held_out, merging, recipe
 from smallgpt_jax.comparison.dry_run import Forecast
 from smallgpt_jax.comparison.outcomes import Outcomes, read_recorded
 from smallgpt_jax.comparison.queue import Queue, check_existing
@@ -207,7 +207,7 @@ class TrainedComparison:
             budget=_SENTENCES[self.compare.budget].format(**self.compare),
             command=self.command,
             reference=self.compare.reference,
-            runs=merging.require_comparable(self.outcomes.runs(self.losses)),
+            runs=comparability.require_comparable(self.outcomes.runs(self.losses)),
             learning_rates=comparison.grids(self.losses),
             held_out=comparison.held_out,
             predictions=predictions,
@@ -251,7 +251,7 @@ def _record_of_workdirs(
         budget=budget,
         command=command,
         reference=first,
-        runs=merging.require_comparable(tuple(runs)),
+        runs=comparability.require_comparable(tuple(runs)),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.record import Record, Run
-from smallgpt_jax.comparison import merging, run_reader
+from smallgpt_jax.comparison import comparability, merging, run_reader
 from smallgpt_jax.comparison.runs import Comparison, PlannedRun, shortened
 from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.data.pipeline import num_validation_targets
@@ -132,20 +132,20 @@ def read_recorded(comparison: Comparison, paths: Sequence[Path], text: Corpus) -
 def _require_same(run: Run, comparison: Comparison, text: Corpus) -> None:
     """Raises UserError unless a recorded run is what this comparison would train."""
     where = f"--results: {run.name}, seed {run.seed}"
-    changes = merging.text_changes(run.text, records.TrainingText(**identity_of(text)))
+    changes = comparability.text_changes(run.text, records.TrainingText(**identity_of(text)))
     if changes:
         raise UserError(
             f"{where}: was trained on another text than this comparison ({changes}); use the same "
             "text, or leave out its record"
         )
     config = shortened(comparison.models[run.name], run.horizon)
-    recorded = merging.fixed_fields(run.config)
-    planned = merging.fixed_fields(config.flat())
+    recorded = comparability.fixed_fields_with_defaults(run.config)
+    planned = comparability.fixed_fields_with_defaults(config.flat())
     if comparison.multiples:  # then the grid determines the learning rates
         for field in _RATES:
             recorded.pop(field, None)
             planned.pop(field, None)
-    differences = merging.different(recorded, planned)
+    differences = comparability.different(recorded, planned)
     if differences:
         raise UserError(
             f"{where}: has another config than this comparison ({differences}); leave out its "

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from smallgpt_jax import models
 from smallgpt_jax.analysis.record import Record, Run, grouped
-from smallgpt_jax.comparison import merging
+from smallgpt_jax.comparison import comparability
 from smallgpt_jax.data.corpus import DESCRIPTION
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.run.config import Config, unflatten
@@ -75,7 +75,7 @@ def _comparable(record: Record) -> Iterator[Problem]:
             yield Problem(UNKNOWN, "text", label_of(run), mismatch)
             return  # texts that cannot be read cannot be compared either
     try:
-        merging.require_comparable(record.runs)
+        comparability.require_comparable(record.runs)
     except UserError as error:
         yield contradiction("text", None, str(error))
     if len({run.averaged for run in record.runs}) > 1:
@@ -96,9 +96,9 @@ def _same_configs(record: Record, configs: Sequence[Config | None]) -> Iterator[
     for runs in grouped(readable, lambda pair: pair[0].name).values():
         by_horizon: dict[float, tuple[Run, dict]] = {}  # the first run of each, and its fields
         for run, config in runs:
-            fields = merging.only_fixed(config.flat())
+            fields = comparability.fixed_fields(config.flat())
             other, fields_before = by_horizon.setdefault(run.horizon, (run, fields))
-            differences = merging.different(fields_before, fields)
+            differences = comparability.different(fields_before, fields)
             if differences:
                 text = f"its config is not that of seed {other.seed} ({differences})"
                 yield contradiction("configs", run, text)

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from smallgpt_jax.analysis.record import Point, Record, Run, TrainingText
-from smallgpt_jax.comparison import merging
+from smallgpt_jax.comparison import comparability
 from smallgpt_jax.data.corpus import Corpus, load_or_prepare
 from smallgpt_jax.devices.platform import platform, processor_flags, processor_identity
 from smallgpt_jax.errors import DivergenceError, UserError
@@ -79,7 +79,7 @@ def open_text(config: Config, run: Run) -> Corpus:
     if data.store and not Path(data.store).exists() and not data.mixture:
         data = data.replace(store="")  # prepares it from the source, in the cache folder
     corpus = load_or_prepare(data)
-    changes = merging.text_changes(run.text, TrainingText(**identity_of(corpus)))
+    changes = comparability.text_changes(run.text, TrainingText(**identity_of(corpus)))
     if changes:
         raise UserError(
             f"the text here is not that of the record ({changes}); install the versions of the "

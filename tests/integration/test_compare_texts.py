@@ -12,7 +12,7 @@ from conftest import forward, init, load_config
 from data_helpers import prepare_store
 
 from smallgpt_jax import inference, models
-from smallgpt_jax.comparison import merging, run_reader
+from smallgpt_jax.comparison import comparability, run_reader
 from smallgpt_jax.data.corpus import Corpus, open_existing
 from smallgpt_jax.devices import sharding
 from smallgpt_jax.errors import UserError
@@ -152,7 +152,7 @@ def test_a_changed_text_is_measured_again_and_not_compared(text_file, tmp_path, 
         return next(row.bits_per_byte for row in rows if row.text == "text")
 
     def check() -> None:
-        merging.require_comparable(
+        comparability.require_comparable(
             [run_reader.read_run(folder.name, folder) for folder in (one, other)]
         )
 

@@ -7,7 +7,7 @@ from comparison_helpers import record, run, saved
 
 from smallgpt_jax.analysis import record as records
 from smallgpt_jax.analysis.record import Grid, GridRate, Prediction, Predictions, Record
-from smallgpt_jax.comparison import merging
+from smallgpt_jax.comparison import comparability, merging
 from smallgpt_jax.errors import UserError
 
 
@@ -110,7 +110,7 @@ def test_refuses_to_merge(other, message, tmp_path):
 
 def test_refuses_a_run_that_is_listed_twice():
     with pytest.raises(UserError, match="same config and seed; list the run once"):
-        merging.require_comparable(record(run("gpt", 1, 3.0), run("gpt", 1, 3.0)).runs)
+        comparability.require_comparable(record(run("gpt", 1, 3.0), run("gpt", 1, 3.0)).runs)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from smallgpt_jax.run.names import LOCK_FILE
 from smallgpt_jax.storage import typed_json
 from smallgpt_jax.storage.locks import file_lock
 from smallgpt_jax.storage.paths import as_path
-from smallgpt_jax.verification.counts import CachedCounts
+from smallgpt_jax.verification.cached_counts import CachedCounts
 from smallgpt_jax.verification.record_checks import config_of
 
 LEDGER_FILE = "ledger.json"

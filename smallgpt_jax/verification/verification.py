@@ -25,7 +25,7 @@ from smallgpt_jax.storage.json_files import NUMBER, TEXT, read_json_or_none
 from smallgpt_jax.storage.paths import as_path
 from smallgpt_jax.verification import bundle
 from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, ComparedLoss
-from smallgpt_jax.verification.counts import CachedCounts
+from smallgpt_jax.verification.cached_counts import CachedCounts
 from smallgpt_jax.verification.problems import CONTRADICTION, Problem, label_of
 from smallgpt_jax.verification.record_checks import check_record, config_of
 from smallgpt_jax.verification.sample import Sample, chance_to_pass

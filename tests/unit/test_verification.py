@@ -20,7 +20,7 @@ from smallgpt_jax.run.provenance import package_versions
 from smallgpt_jax.storage import typed_json
 from smallgpt_jax.verification.bands import BAND, BITS, NO_BAND, OUTSIDE, SEED, compare_curves
 from smallgpt_jax.verification.bundle import open_bundle, write_bundle
-from smallgpt_jax.verification.counts import CachedCounts
+from smallgpt_jax.verification.cached_counts import CachedCounts
 from smallgpt_jax.verification.problems import CONTRADICTION, SUSPICION
 from smallgpt_jax.verification.record_checks import check_record, config_of
 from smallgpt_jax.verification.retraining import machine_differences

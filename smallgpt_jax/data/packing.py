@@ -100,16 +100,16 @@ class _SplitRows:
             return f"{text}, {self.cut_documents:.0%} of the documents split"
         text += f", {split.documents - self.left_out:,} examples"
         text += f", {np.mean(split.counted):.0%} of the tokens are answers"
-        return (
-            f"{text}; {self.left_out:,} too long examples are left out" if self.left_out else text
-        )
+        if not self.left_out:
+            return text
+        return f"{text}; {self.left_out:,} too long examples are left out"
 
     @cached_property
     def left_out(self) -> int:
         """Returns the number of examples that are longer than a row."""
-        return (
-            int(np.sum(self.split.lengths > self.context_length)) if self.split.has_answers else 0
-        )
+        if not self.split.has_answers:
+            return 0
+        return int(np.sum(self.split.lengths > self.context_length))
 
 
 class Concat(_SplitRows):

@@ -30,9 +30,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     with partial.open("wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(
-            file.fileno()
-        )  # before the renaming, which could reach the disk before the content
+        # Before the renaming, which could reach the disk before the content.
+        os.fsync(file.fileno())
     rename(partial, path)
 
 

@@ -47,13 +47,11 @@ def _shape(run: Run, config: Config) -> Contradictions:
     expected = config.inputs_per_step * (1 - padding)
     # Only sessions record the padding, without which the tokens do not follow from the config.
     if run.sessions and not _is_close(run.tokens_per_step, expected):
-        yield (
-            "tokens",
-            (
-                f"{run.tokens_per_step:,g} tokens per step are {expected:,g} by batch size, context "
-                "and padding"
-            ),
+        text = (
+            f"{run.tokens_per_step:,g} tokens per step are {expected:,g} by batch size, context "
+            "and padding"
         )
+        yield "tokens", text
     if padding and config.data.packing == "concat" and not is_synthetic(config.data):
         yield "tokens", "has padding, which joined documents do not have"
     vocabulary = run.text.description.get("vocab_size", 0) if run.text else 0
@@ -68,14 +66,10 @@ def _curve(run: Run) -> Contradictions:
         yield "steps", "its evaluations are not in the order of their steps"
     is_at_end = bool(steps) and steps[-1] == run.steps
     if run.is_finished != is_at_end:
+        claim = "is finished" if run.is_finished else "is not finished"
         last = f"step {steps[-1]}" if steps else "none"
-        yield (
-            "steps",
-            (
-                f"is {'' if run.is_finished else 'not '}finished by its own word, but its last "
-                f"evaluation is {last} of {run.steps}"
-            ),
-        )
+        text = f"{claim} by its own word, but its last evaluation is {last} of {run.steps}"
+        yield "steps", text
     if steps and (steps[-1] > run.steps or (run.is_finished and run.steps_done != run.steps)):
         text = f"has logged step {run.steps_done} and evaluated step {steps[-1]}, of {run.steps}"
         yield "steps", text
@@ -105,23 +99,19 @@ def _losses(run: Run, config: Config) -> Contradictions:
         if bytes_per_token and point.bits_per_byte is not None:
             bits = point.loss / math.log(2) / bytes_per_token
             if not _is_close(bits, point.bits_per_byte):
-                yield (
-                    "bits per byte",
-                    (
-                        f"a loss of {point.loss:.6f} at step {point.step} is {bits:.6f} bits per byte, "
-                        f"not {point.bits_per_byte:.6f}"
-                    ),
+                text = (
+                    f"a loss of {point.loss:.6f} at step {point.step} is {bits:.6f} bits per byte, "
+                    f"not {point.bits_per_byte:.6f}"
                 )
+                yield "bits per byte", text
     yield from _first_loss(run.curve[0], config.model.vocab_size)
     most = config.train.eval_steps * config.inputs_per_step  # 0: evaluates all validation rows
     if most and run.curve[-1].targets > most:
-        yield (
-            "evaluation rows",
-            (
-                f"its last loss is a mean over {run.curve[-1].targets:,} targets, but the config "
-                f"evaluates at most {most:,}"
-            ),
+        text = (
+            f"its last loss is a mean over {run.curve[-1].targets:,} targets, but the config "
+            f"evaluates at most {most:,}"
         )
+        yield "evaluation rows", text
 
 
 def _first_loss(first: Point, vocabulary: int) -> Contradictions:

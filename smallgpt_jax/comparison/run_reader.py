@@ -3,12 +3,13 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from smallgpt_jax.analysis import record
 from smallgpt_jax.analysis.record import Inference, Inside, Point, Run, Session, TextLoss
-from smallgpt_jax.comparison.counts import Counts, count
+from smallgpt_jax.comparison.counts import count
 from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation.inference_cost import INFERENCE_FILE
@@ -62,8 +63,8 @@ def read_run(
     sessions = tuple(typed_json.parse(Session, session) for session in read_sessions(folder))
     lines = read_lines(folder / METRICS_FILE)
     tokens_per_step = _tokens_per_step(config, sessions)
-    curve = _curve(config, counts, lines, tokens_per_step)
-    steps, seconds = training_seconds(lines, tokens_per_step)
+    seconds = training_seconds(lines, tokens_per_step)
+    curve = _curve(lines, tokens_per_step, counts.flops_per_step(config), seconds)
     evaluations = folder / EVALUATION_FOLDER
     summary = read_summary(folder, config.train.steps)
     loads = [line["expert_load"] for line in lines if "expert_load" in line]
@@ -82,7 +83,7 @@ def read_run(
         flops_per_token=counts.flops_per_token,
         tokens_per_step=tokens_per_step,
         curve=curve,
-        tokens_per_second=steps[-1] * tokens_per_step / seconds[-1] if len(steps) > 1 else None,
+        tokens_per_second=seconds.tokens_per_second(tokens_per_step),
         memory_bytes=max((one.argument_bytes + one.temp_bytes for one in sessions), default=None),
         sessions=sessions,
         expert_load=loads[-1] if loads else None,
@@ -119,12 +120,47 @@ def _tokens_per_step(config: Config, sessions: Sequence[Session]) -> float:
 
 
 # ------------------------------------------------------------------ costs and losses
+class TrainingSeconds(NamedTuple):
+    """The steps with a logged speed, and the seconds up to each, both beginning with 0."""
+
+    steps: list[int]
+    seconds: list[float]
+
+    def at(self, step: int) -> float | None:
+        """Returns the seconds up to `step`; None without a logged speed."""
+        steps, seconds = self
+        if len(steps) < 2:
+            return None
+        if step <= steps[-1]:
+            return float(np.interp(step, steps, seconds))
+        # The run goes on at its last speed.
+        seconds_per_step = (seconds[-1] - seconds[-2]) / (steps[-1] - steps[-2])
+        return seconds[-1] + (step - steps[-1]) * seconds_per_step
+
+    def tokens_per_second(self, tokens_per_step: float) -> float | None:
+        """Returns the mean speed; None without a logged one."""
+        if len(self.steps) < 2:
+            return None
+        return self.steps[-1] * tokens_per_step / self.seconds[-1]
+
+
+def training_seconds(lines: Sequence[dict], tokens_per_step: float) -> TrainingSeconds:
+    steps, seconds = [0], [0.0]
+    for line in lines:
+        if line["split"] == "train" and line.get("tokens_per_second"):
+            tokens = (line["step"] - steps[-1]) * tokens_per_step
+            seconds.append(seconds[-1] + tokens / line["tokens_per_second"])
+            steps.append(line["step"])
+    return TrainingSeconds(steps, seconds)
+
+
 def _curve(
-    config: Config, counts: Counts, lines: Sequence[dict], tokens_per_step: float
+    lines: Sequence[dict],
+    tokens_per_step: float,
+    flops_per_step: float | None,
+    seconds: TrainingSeconds,
 ) -> tuple[Point, ...]:
     """Returns the evaluations in the order of their steps; of several of a step, the newest."""
-    steps, seconds = training_seconds(lines, tokens_per_step)
-    flops_per_step = counts.flops_per_step(config)
     points = {}
     for line in lines:
         if line["split"] != "eval":
@@ -134,7 +170,7 @@ def _curve(
             step=step,
             tokens=round(step * tokens_per_step),
             flops=None if flops_per_step is None else step * flops_per_step,
-            seconds=seconds_at(step, steps, seconds),
+            seconds=seconds.at(step),
             loss=line["loss"],
             bits_per_byte=line["bits_per_byte"],
             targets=line["targets"],
@@ -144,31 +180,6 @@ def _curve(
     return tuple(points[step] for step in sorted(points))
 
 
-def training_seconds(
-    lines: Sequence[dict], tokens_per_step: float
-) -> tuple[list[int], list[float]]:
-    """Returns the steps with a logged speed and the seconds up to each, beginning with 0."""
-    steps, seconds = [0], [0.0]
-    for line in lines:
-        if line["split"] == "train" and line.get("tokens_per_second"):
-            tokens = (line["step"] - steps[-1]) * tokens_per_step
-            seconds.append(seconds[-1] + tokens / line["tokens_per_second"])
-            steps.append(line["step"])
-    return steps, seconds
-
-
-def seconds_at(step: int, steps: list[int], seconds: list[float]) -> float | None:
-    """Returns the seconds up to `step`, by `training_seconds`; None without a logged speed."""
-    if len(steps) < 2:
-        return None
-    if step <= steps[-1]:
-        return float(np.interp(step, steps, seconds))
-    # The run goes on at its last speed.
-    seconds_per_step = (seconds[-1] - seconds[-2]) / (steps[-1] - steps[-2])
-    return seconds[-1] + (step - steps[-1]) * seconds_per_step
-
-
-# ------------------------------------------------------------------ further measurements
 def _texts(evaluations: Path, step: int) -> tuple[TextLoss, ...]:
     rows = typed_json.read_or_none(tuple[TextLoss, ...], evaluations / TEXTS_FILE) or ()
     return tuple(row for row in rows if row.step == step)

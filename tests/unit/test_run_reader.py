@@ -15,8 +15,8 @@ def test_seconds_are_interpolated_and_extrapolated():
     ]
     logged = run_reader.training_seconds(lines, 10)
     assert logged == ([0, 3, 6], [0.0, 1.0, 3.0])
-    assert [run_reader.seconds_at(step, *logged) for step in (3, 4.5, 6, 9)] == [1.0, 2.0, 3.0, 5.0]
-    assert run_reader.seconds_at(3, [0], [0.0]) is None
+    assert [logged.at(step) for step in (3, 4.5, 6, 9)] == [1.0, 2.0, 3.0, 5.0]
+    assert run_reader.training_seconds([], 10).at(3) is None
 
 
 def test_benchmarks_of_the_last_step_and_the_whole_model(tmp_path):

@@ -29,7 +29,8 @@ measurements.
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -105,16 +106,16 @@ _SOURCES = {
         "--results (results to merge); --results may be combined with --config",
     ),
 }
-# (flag, what it belongs to)
-_OPTIONS = (
-    (_SAMPLE, ("verify",)),
-    (_FRACTION, ("verify",)),
-    (_NONCE, ("verify",)),
-    (_ONLY, ("verify", "against")),
-    (_LOGGED, ("compare",)),
-    (_DRY_RUN, ("compare",)),
-    (_TOPOLOGY, ("compare",)),
-)
+# {flag: purposes that it belongs to}
+_OPTIONS = {
+    "sample": ("verify",),
+    "fraction": ("verify",),
+    "nonce": ("verify",),
+    "only": ("verify", "against"),
+    "logged": ("compare",),
+    "dry_run": ("compare",),
+    "topology": ("compare",),
+}
 
 
 @best_effort("stdout")
@@ -122,11 +123,7 @@ def main() -> None:
     named = [flag.name for flag in (_BUNDLE, _VERIFY, _AGAINST) if flag.value is not None]
     sources = {flag.name for flag in (_CONFIG, _WORKDIRS, _RESULTS) if flag.value is not None}
     purpose = _one_purpose(named, sources)
-    for flag, purposes in _OPTIONS:
-        if flag.present and purpose not in purposes:
-            needed = " or ".join(f"--{name}" for name in purposes if name != "compare")
-            advice = f"needs {needed}" if needed else f"cannot be combined with --{purpose}"
-            cli.fail(f"--{flag.name}: {advice}", status=2)
+    _check_options(purpose, [name for name in _OPTIONS if flags.FLAGS[name].present])
     config, results = _CONFIG.value, _RESULTS.value or ()
     if purpose == "bundle":
         _write_bundle(results, _BUNDLE.value)
@@ -144,20 +141,17 @@ def main() -> None:
     if purpose == "against":
         sys.exit(_ask_gate(config, _AGAINST.value, _OUTPUT.value, _ONLY.value))
     # Here, because the other purposes need no trainer and no plots.
-    from smallgpt_jax.comparison import comparing, dry_run, recipe
+    from smallgpt_jax.comparison import comparing
 
     if _DRY_RUN.value and config is None:
         cli.fail("--dry_run: needs --config, a comparison to train", status=2)
     if _TOPOLOGY.value and not _DRY_RUN.value:
         cli.fail("--topology: needs --dry_run", status=2)
+    command, output = _repeating_command(), _OUTPUT.value
     if config is not None:
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
-        for line in recipe.ignored_overrides(config, overrides):
-            print(line)
-    command, output = _repeating_command(), _OUTPUT.value
+        _print_hints(config, overrides, command)
     described = {"command": command, "logged": _LOGGED.value}
-    if config is not None:
-        print(dry_run.commands_per_gpu(command), end="", flush=True)
     if _DRY_RUN.value:
         print(comparing.plan_comparison(config, output, results=results, topology=_TOPOLOGY.value))
         return
@@ -186,6 +180,39 @@ def _one_purpose(purposes: Sequence[str], sources: set[str]) -> str:
     if sources not in allowed_sets:
         cli.fail(message, status=2)
     return purpose
+
+
+def _check_options(purpose: str, options: Sequence[str]) -> None:
+    """Exits with status 2 for an option, a key of _OPTIONS, that does not belong to the purpose."""
+    for option in options:
+        purposes = _OPTIONS[option]
+        if purpose not in purposes:
+            needed = " or ".join(f"--{name}" for name in purposes if name != "compare")
+            advice = f"needs {needed}" if needed else f"cannot be combined with --{purpose}"
+            cli.fail(f"--{option}: {advice}", status=2)
+
+
+def _print_hints(config: ConfigDict, overrides: Mapping[str, Any], command: str) -> None:
+    """Prints which overrides have no effect, and how to train one run per GPU."""
+    from smallgpt_jax.comparison import recipe
+
+    for line in recipe.ignored_overrides(config, overrides):
+        print(line)
+    print(_commands_per_gpu(command), end="", flush=True)
+
+
+def _commands_per_gpu(command: str) -> str:
+    """Returns how to train one run per GPU at the same time, or "" with fewer than two GPUs."""
+    import jax
+
+    if jax.default_backend() != "gpu" or jax.local_device_count() < 2:
+        return ""
+    last = jax.local_device_count() - 1
+    return (
+        f"Each run is trained on all {last + 1} GPUs. To train one run per GPU, start a process "
+        f"on each:\n    for i in $(seq 0 {last}); do CUDA_VISIBLE_DEVICES=$i {command} & done; "
+        "wait\n"
+    )
 
 
 def _write_bundle(results: Sequence[str], folder: str) -> None:

@@ -202,15 +202,3 @@ def _corpus_text(result: Forecast) -> str:
             "repeated text compare memory, too; use more text or fewer steps."
         )
     return text + f"the longest run reads {result.repeats:.1%} of it, nothing is repeated."
-
-
-def commands_per_gpu(command: str) -> str:
-    """Returns how to train one run per GPU at the same time, or "" with fewer than two GPUs."""
-    if jax.default_backend() != "gpu" or jax.local_device_count() < 2:
-        return ""
-    last = jax.local_device_count() - 1
-    return (
-        f"Each run is trained on all {last + 1} GPUs. To train one run per GPU, start a process "
-        f"on each:\n    for i in $(seq 0 {last}); do CUDA_VISIBLE_DEVICES=$i {command} & done; "
-        "wait\n"
-    )

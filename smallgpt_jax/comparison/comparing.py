@@ -25,6 +25,7 @@ from smallgpt_jax.comparison.queue import Queue, check_existing
 from smallgpt_jax.comparison.run_reader import name_workdirs, read_run
 from smallgpt_jax.comparison.runs import RUNS_FOLDER, PlannedRun
 from smallgpt_jax.config.recipes import ConfigLike, load_config
+from smallgpt_jax.data.corpus import Corpus
 from smallgpt_jax.diagnosis.summary import read_summary
 from smallgpt_jax.diagnosis.windows import WINDOWS
 from smallgpt_jax.errors import UserError, require_list
@@ -146,14 +147,8 @@ class TrainedComparison:
             import_training_code(run)
         self.config, self.compare, self.command = config, config.compare, command
         self.sources = texts.parse_texts(config.compare.texts)
-        corpora = texts.open_texts(configs[0], self.sources)
-        for name, corpus in corpora.items():
-            for run in configs:
-                if run.data.format == "text":
-                    # Refuses a text that is too short for the contexts.
-                    texts.TextSample(corpus, run, config.compare.contexts, name)
+        text = _open_text(configs, self.sources, self.compare.contexts)
         comparison = recipe.make_comparison(config, output)
-        text = corpora[texts.OWN_TEXT]
         for run in comparison.runs({}):  # those that are known before any loss is
             check_existing(run, output, text)
         record = read_recorded(comparison, result_paths(results), text) if results else None
@@ -193,7 +188,7 @@ class TrainedComparison:
             if self.compare.decoding:
                 inference_cost.measure_inference(run.folder)
             if self.compare.diagnose:
-                observe(run.folder)
+                diagnose_run(run.folder)
 
     def record(self) -> Record:
         """Returns the record of the runs that are finished so far."""
@@ -215,13 +210,27 @@ class TrainedComparison:
         )
 
 
-def observe(folder: Path) -> None:
+def _open_text(
+    configs: Sequence[Config], sources: dict[str, str], contexts: Sequence[int]
+) -> Corpus:
+    """Returns the text of all runs. Raises UserError if it or a text of `sources`, {name: source},
+    is too short for rows of `contexts` context lengths.
+    """
+    corpora = texts.open_texts(configs[0], sources)
+    for name, corpus in corpora.items():
+        for run in configs:
+            if run.data.format == "text":
+                texts.TextSample(corpus, run, contexts, name)
+    return corpora[texts.OWN_TEXT]
+
+
+def diagnose_run(folder: Path) -> None:
     """Writes diagnosis/diagnose.json and its plots, unless they exist for the last step."""
     from smallgpt_jax.diagnosis import diagnosis  # here, because it imports matplotlib
 
     steps = read_config(folder).train.steps
     if read_summary(folder, steps):
-        return  # was observed before
+        return
     try:
         diagnosis.diagnose(folder, step=steps, windows=WINDOWS, deep=0)
     except UserError as error:  # a custom architecture, or a masked model

@@ -223,11 +223,11 @@ def test_the_command(text_file, tmp_path, monkeypatch):
     assert training_program() == before
     monkeypatch.setattr(comparing, "WINDOWS", 3)  # of the programs above
     # In place of the diagnosis of another text, which no comparison reports.
-    comparing.observe(workdir)
+    comparing.diagnose_run(workdir)
     written = (folder / "diagnose.json").stat().st_mtime_ns
     observed = json.loads((folder / "diagnose.json").read_text())
     assert observed["windows"].keys() == {"validation"} and observed["step"] == 40
-    comparing.observe(workdir)
+    comparing.diagnose_run(workdir)
     assert (folder / "diagnose.json").stat().st_mtime_ns == written
     compared = call("compare", f"--workdirs={workdir}", f"--output={tmp_path / 'report'}")
     assert compared.returncode == 0, compared.stderr

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -160,13 +161,12 @@ def measure_texts(
     # With learned positions, rows cannot be longer than the context length.
     multiples = (1,) if config.model.position == "learned" else contexts
     path = folder / EVALUATION_FOLDER / TEXTS_FILE
-    rows_before = read_json_or_none(path, schema_of(tuple[TextLoss, ...])) or []
+    known = read_json_or_none(path, schema_of(tuple[TextLoss, ...])) or []
     rows = []
     for name, corpus in corpora.items():
-        source = sources.get(name, config.data.source)
         sample = TextSample(corpus, config, contexts, name)
         for multiple in multiples:
-            row = {
+            settings = {
                 "step": config.train.steps,
                 "contexts": list(contexts),
                 "eval_steps": config.train.eval_steps,
@@ -174,19 +174,21 @@ def measure_texts(
                 "fingerprint": corpus.fingerprint("validation"),
                 "context_length": multiple * config.model.context_length,
             }
-            # An earlier row with these settings also has the loss.
-            same = [before for before in rows_before if row.items() <= before.items()]
-            if same:  # such as before an interruption
-                row = same[0]
-            else:
-                row |= measure_loss(folder, sample, multiple)
+            row = _row_with(settings, known)
+            if row is None:
+                row = settings | measure_loss(folder, sample, multiple)
                 log(
                     f"{folder.name}: {name}, context {row['context_length']:,}: "
                     f"{row['bits_per_byte']:.4f} bits per byte"
                 )
-            rows.append({**row, "source": source})
+            rows.append({**row, "source": sources.get(name, config.data.source)})
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(rows, indent=2) + "\n")
+
+
+def _row_with(settings: dict[str, Any], rows: Sequence[dict]) -> dict[str, Any] | None:
+    """Returns the first row with these settings, as an interrupted call has left it; or None."""
+    return next((row for row in rows if settings.items() <= row.items()), None)
 
 
 def measure_loss(folder: Path, sample: TextSample, multiple: int) -> dict[str, float]:

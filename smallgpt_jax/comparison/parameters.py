@@ -54,20 +54,7 @@ def with_equal_parameters(runs: dict[str, ConfigDict], wanted: int) -> dict[str,
 
 def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
     """Returns `config` with the width that brings the number of parameters nearest to `target`."""
-    start, heads = config.model.d_model, config.model.num_heads
-    # Each number of heads allows only certain widths. If none for the config's own number comes
-    # within 2% of `target`, other numbers are tried, the nearest first.
-    numbers = [heads]
-    # With head_dim, the number of parameters depends on the number of heads, which is kept.
-    if not config.model.get("head_dim"):
-        numbers = sorted(range(1, 2 * heads + 1), key=lambda n: abs(n - heads))
-    # The number of parameters grows at most quadratically and at least linearly with the width.
-    widest = math.ceil(start * max(2, 2 * target / num_parameters(config)))
-    widths_of = {num_heads: _valid_widths(config, num_heads, widest) for num_heads in numbers}
-    num_heads_of: dict[int, int] = {}  # by width: the first number of heads that allows it
-    for num_heads in numbers:
-        for width in widths_of[num_heads]:
-            num_heads_of.setdefault(width, num_heads)
+    start, num_heads_of = config.model.d_model, _num_heads_by_width(config, target)
 
     # Counting parameters takes seconds for deep models. The number of heads does not change the
     # count, so each width is counted only once. The count grows with the width, so one search over
@@ -84,15 +71,31 @@ def with_parameters(config: ConfigDict, target: int) -> ConfigDict:
         last -= 1
     near = widths[first : last + 1]  # within the tolerance, for any number of heads
     candidates = widths
-    for num_heads in numbers:
-        near_widths = [width for width in widths_of[num_heads] if width in near]
-        if near_widths:
-            candidates = near_widths
-            break
+    if near:  # those with the first of these numbers of heads
+        num_heads = next(number for width, number in num_heads_of.items() if width in near)
+        candidates = [width for width in near if num_heads_of[width] == num_heads]
     above = _first_at_least(candidates, start, target, count)
     around = candidates[max(0, above - 1) : above + 1]
     width = min(around, key=lambda width: abs(count(width) - target))
     return _resize(config, width, num_heads_of[width])
+
+
+def _num_heads_by_width(config: ConfigDict, target: int) -> dict[int, int]:
+    """Returns {width: number of heads} of the widths that may have `target` parameters, in the
+    order in which the numbers of heads are tried: the config's own first, then the nearest.
+    """
+    heads = config.model.num_heads
+    numbers = [heads]
+    # With head_dim, the number of parameters depends on the number of heads, which is kept.
+    if not config.model.get("head_dim"):
+        numbers = sorted(range(1, 2 * heads + 1), key=lambda n: abs(n - heads))
+    # The number of parameters grows at most quadratically and at least linearly with the width.
+    widest = math.ceil(config.model.d_model * max(2, 2 * target / num_parameters(config)))
+    num_heads_of: dict[int, int] = {}
+    for num_heads in numbers:
+        for width in _valid_widths(config, num_heads, widest):
+            num_heads_of.setdefault(width, num_heads)
+    return num_heads_of
 
 
 def _valid_widths(config: ConfigDict, num_heads: int, widest: int) -> list[int]:

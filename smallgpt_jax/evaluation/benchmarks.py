@@ -50,12 +50,7 @@ class Benchmarks:
             ) from None
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed}: must be at least 0 and below 2^32")
-        data_dir = local_path("--data_dir", self.data_dir) if self.data_dir else None
-        if data_dir and not data_dir.is_dir():
-            raise UserError(
-                f"--data_dir={data_dir}: no such folder; create it, or omit the flag to use the "
-                "Hugging Face hub"
-            )
+        data_folder = self._data_folder()
         trained = model.load(workdir)
         template = inference.find_chat_template(workdir)
         end_of_turn = template.end_of_turn if template else None
@@ -70,7 +65,7 @@ class Benchmarks:
         results = lm_eval_tasks.evaluate(
             build,
             self.tasks,
-            data_dir,
+            data_folder,
             cache=_cache_of(trained, end_of_turn),
             num_fewshot=self.num_fewshot,
             limit=int(limit) if limit and limit >= 1 else limit,  # below 1: a fraction
@@ -90,19 +85,37 @@ class Benchmarks:
                 file=sys.stderr,
             )
             leave_out(PER_TEXT, results)
+        table = report.results_table(results, _name_in_paper(trained, model))
+        return self._file_name(model.file_name(trained.step), limit), results, table
+
+    def _data_folder(self) -> Path | None:
+        if not self.data_dir:
+            return None
+        folder = local_path("--data_dir", self.data_dir)
+        if not folder.is_dir():
+            raise UserError(
+                f"--data_dir={folder}: no such folder; create it, or omit the flag to use the "
+                "Hugging Face hub"
+            )
+        return folder
+
+    def _file_name(self, of_model: str, limit: float | None) -> str:
         name = join_name_parts(
-            model.file_name(trained.step),
+            of_model,
             _short("_".join(self.tasks), 80),
             None if self.num_fewshot is None else f"{self.num_fewshot}shot",
             None if limit is None else f"limit{limit:g}",
             None if self.seed == SEED else f"seed{self.seed}",
             self.gen_kwargs,
         )
-        config = trained.model.config
-        is_one_path = model.paths != "all" and getattr(config, "num_paths", 0) == 1
-        shown = "pgpt, one path" if is_one_path else config.architecture
-        # file systems limit names to 255 bytes
-        return _short(name, 200), results, report.results_table(results, shown)
+        return _short(name, 200)  # file systems limit names to 255 bytes
+
+
+def _name_in_paper(trained: inference.TrainedModel, options: ModelOptions) -> str:
+    """Returns the model's name in arXiv 2404.14462, or its architecture if it is not there."""
+    config = trained.model.config
+    is_one_path = options.paths != "all" and getattr(config, "num_paths", 0) == 1
+    return "pgpt, one path" if is_one_path else config.architecture
 
 
 def leave_out(metrics: Sequence[str], results: dict) -> None:

@@ -1,7 +1,8 @@
 """Adapter between lm-evaluation-harness and models of this project."""
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -137,8 +138,8 @@ class SmallGPT(TemplateLM):
         return results
 
     def generate_until(self, requests: list[Instance], **_) -> list[str]:
-        """Returns the generated text of each request, (prompt, settings). Requests with equal settings
-        are batched, longest contexts first. Sampled texts are not cached.
+        """Returns the generated text of each request, (prompt, settings). Sampled texts are not
+        cached.
         """
         is_sampled = [
             normalize_gen_kwargs(request.args[1], _MAX_NEW_TOKENS)["do_sample"]
@@ -151,33 +152,26 @@ class SmallGPT(TemplateLM):
         contexts = [
             self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests
         ]
-        # equal settings adjacent; similar lengths together, because a batch is padded to its longest
-        order = sorted(
-            (i for i, text in enumerate(texts) if text is None),
-            key=lambda i: (repr(requests[i].args[1]), -len(contexts[i])),
-        )
         # identical requests get different numbers, hence different random samples
         seen, samples = Counter(), []
         for request in requests:
             samples.append(seen[repr(request.args)])
             seen[repr(request.args)] += 1
+        missing = [i for i, text in enumerate(texts) if text is None]
         done = 0
-        while done < len(order):
-            settings = requests[order[done]].args[1]
-            batch = order[done : done + _BATCH_ROWS]
-            batch = [i for i in batch if requests[i].args[1] == settings]
+        for batch in _generation_batches(missing, requests, contexts):
             continuations = self._generate(
                 [requests[i].args[0] for i in batch],
                 [contexts[i] for i in batch],
                 [samples[i] for i in batch],
-                settings,
+                requests[batch[0]].args[1],
             )
             for i, text in zip(batch, continuations):
                 texts[i] = text
                 if not is_sampled[i]:
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
             done += len(batch)
-            self._progress("texts generated", done, len(order))
+            self._progress("texts generated", done, len(missing))
         return texts
 
     def _generate(
@@ -217,3 +211,19 @@ class SmallGPT(TemplateLM):
             "context_length": config.context_length,
             "products_in": config.dtype,
         }
+
+
+def _generation_batches(
+    indices: Sequence[int], requests: Sequence[Instance], contexts: Sequence[list[int]]
+) -> Iterator[list[int]]:
+    """Yields the indices in batches of requests with equal settings, the longest contexts first."""
+
+    def settings_of(i: int) -> str:
+        return repr(requests[i].args[1])
+
+    # similar lengths together, because a batch is padded to its longest context
+    order = sorted(indices, key=lambda i: (settings_of(i), -len(contexts[i])))
+    for _, group in itertools.groupby(order, settings_of):
+        of_settings = list(group)
+        for first in range(0, len(of_settings), _BATCH_ROWS):
+            yield of_settings[first : first + _BATCH_ROWS]

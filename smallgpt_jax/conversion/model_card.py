@@ -10,6 +10,7 @@ from smallgpt_jax.data.datasets import DATASETS
 from smallgpt_jax.data.source import names_of
 from smallgpt_jax.formatting import escape_markdown, millions
 from smallgpt_jax.models.naming import variants
+from smallgpt_jax.run.config import Config
 from smallgpt_jax.run.config_file import saved_config
 from smallgpt_jax.run.metrics import read_evaluations
 from smallgpt_jax.run.names import ORIGIN_FILE
@@ -131,25 +132,39 @@ def _example(name: str, config: models.ModelConfig, adds_begin: bool) -> list[st
 
 def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[str, str]]:
     """Returns (name, value) of the rows of the card's table. `paths` is the value of --paths."""
-    facts = []
+    facts = _facts_of_origin(workdir)
     if paths != "all":
-        facts.append(("exported paths of the trained model", paths))
-    origin = workdir / ORIGIN_FILE
-    if origin.is_file():
-        for key, value in read_json(origin, OBJECT, "replace it by {}").items():
-            # may have been written with whole paths
-            is_path = key.split(": ")[-1] in _PATH_ROWS
-            value = _without_folders(str(value)) if is_path else str(value)
-            facts.append((f"weights from: {key}", value))
+        facts.insert(0, ("exported paths of the trained model", paths))
     config = saved_config(workdir)
     if not config:  # an imported model that has not been trained
         return facts
+    facts += _facts_of_config(config, step)
+    if paths == "all":  # the validation loss is that of all paths
+        facts += _facts_of_validation(workdir, step)
+    return facts
+
+
+def _facts_of_origin(workdir: Path) -> list[tuple[str, str]]:
+    """Returns where the weights of an imported model come from; [] for other models."""
+    path = workdir / ORIGIN_FILE
+    if not path.is_file():
+        return []
+    facts = []
+    for key, value in read_json(path, OBJECT, "replace it by {}").items():
+        # may have been written with whole paths
+        is_path = key.split(": ")[-1] in _PATH_ROWS
+        value = _without_folders(str(value)) if is_path else str(value)
+        facts.append((f"weights from: {key}", value))
+    return facts
+
+
+def _facts_of_config(config: Config, step: int) -> list[tuple[str, str]]:
     data, train, optimizer = config.data, config.train, config.optimizer
     tokens = step * config.inputs_per_step
     rate = f"{optimizer.learning_rate:g}"
     if optimizer.schedule != "constant":
         rate += f" to {optimizer.final_learning_rate:g} at step {optimizer.decay_steps:,}"
-    facts += [
+    facts = [
         ("text", _without_folders(data.mixture or data.source)),
         ("tokenizer", _without_folders(data.tokenizer)),
         (
@@ -168,8 +183,10 @@ def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[s
     ]
     if config.model.rank_ratio:
         facts.append(("rank ratio", f"{config.model.rank_ratio:g}"))
-    if paths != "all":  # the validation loss is that of all paths
-        return facts
+    return facts
+
+
+def _facts_of_validation(workdir: Path, step: int) -> list[tuple[str, str]]:
     evaluations = [
         line
         for line in read_evaluations(workdir)
@@ -177,12 +194,11 @@ def training_facts(workdir: Path, step: int, paths: str = "all") -> list[tuple[s
         # null: not finite; without bits per byte: the bytes of the text are not known
         and None not in (line["loss"], line.get("bits_per_byte"))
     ]
-    # A resumed run may have evaluated the step twice.
-    if evaluations:
-        newest = evaluations[-1]
-        loss = f"{newest['loss']:.4f} nats per token, {newest['bits_per_byte']:.4f} bits per byte"
-        facts.append(("validation loss", loss))
-    return facts
+    if not evaluations:
+        return []
+    newest = evaluations[-1]  # a resumed run may have evaluated the step twice
+    loss = f"{newest['loss']:.4f} nats per token, {newest['bits_per_byte']:.4f} bits per byte"
+    return [("validation loss", loss)]
 
 
 def _without_folders(sources: str) -> str:

@@ -11,7 +11,7 @@ from smallgpt_jax.run.names import CHECKPOINT_FOLDER, METRICS_FILE
 
 
 def is_finished(workdir: Path, config: Config, corpus: Corpus) -> bool:
-    """Evaluations on other validation rows do not count; see `is_evaluated`."""
+    """Returns whether the last step is saved and evaluated; see `is_evaluated`."""
     steps = config.train.steps
     is_saved = steps in saved_steps(workdir / CHECKPOINT_FOLDER)
     return is_saved and is_evaluated(workdir, config, corpus, steps)

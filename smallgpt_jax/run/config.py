@@ -175,7 +175,7 @@ class TrainConfig(ConfigGroup):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """All values are determined, except `train.teacher_step`."""
+    """The config of a run, with all values determined, except `train.teacher_step`."""
 
     model: ModelConfig
     data: DataConfig
@@ -185,7 +185,10 @@ class Config:
 
     @classmethod
     def of(cls, config: "Mapping | ConfigDict | Config", saved: "Config | None" = None) -> "Config":
-        """`saved`: of the run that is resumed. Raises UserError for invalid fields and values."""
+        """Returns the config of a recipe or of its fields. What is determined when a run starts is
+        kept from `saved`, the config of the run that is resumed. Raises UserError for invalid
+        fields and values.
+        """
         if isinstance(config, Config):
             if saved is None:
                 return config
@@ -231,7 +234,7 @@ class Config:
         return dataclasses.replace(self, **changed)
 
     def compiled_part(self) -> Self:
-        """Runs with equal parts share their compiled steps."""
+        """Returns the part that is compiled: runs that have it in common share their steps."""
         compiled = {name: getattr(self, name).compiled_part() for name in GROUPS}
         return dataclasses.replace(self, **compiled)
 

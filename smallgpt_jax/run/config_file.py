@@ -15,8 +15,9 @@ FORMAT = 1  # of the whole workdir: increase it if older workdirs cannot be read
 
 
 def read_config(workdir: Path, trust_custom_code: bool = False) -> Config:
-    """In the config of an imported model, all groups but `model` have their defaults. Raises
-    UserError if it is missing or damaged, or names custom code without `trust_custom_code`.
+    """Returns the config in a workdir; of an imported model, all groups but `model` have their
+    defaults. Raises UserError if it is missing or damaged, or names custom code without
+    `trust_custom_code`.
     """
     groups = read_groups(workdir)
     models.refuse_custom_code(groups["model"], workdir, trust_custom_code)

@@ -18,7 +18,7 @@ _DPI = 110
 
 
 def save_curves(workdir: Path, log: Callable[[str], None] = print) -> None:
-    """Errors raise no exception; `log` is called with a message."""
+    """Draws curves.png. An error is passed to `log`, not raised."""
     if not distributed.is_primary():
         return
     path = workdir / CURVES_FILE

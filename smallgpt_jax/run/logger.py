@@ -103,7 +103,9 @@ class Logger:
     def log_evaluation(
         self, step: int, nats: float, targets: int, measures: Mapping[str, float] | None = None
     ) -> None:
-        """`nats`: mean loss over `targets` tokens. `measures`: of a probe's answers or repeats."""
+        """Writes and prints an evaluation. `nats`: mean loss over `targets` tokens. `measures`: of
+        a probe's answers or repeats.
+        """
         measures = measures or {}
         bits_per_byte = nats / math.log(2) / self.units.bytes_per_token
         values = {
@@ -121,7 +123,9 @@ class Logger:
 
 
 def evaluation_message(nats: float, bits_per_byte: float, measures: Mapping[str, float]) -> str:
-    """`bits_per_byte` is NaN if the loss is that of answers or of masked tokens."""
+    """Returns the text of a log line. `bits_per_byte` is NaN if the loss is that of answers or of
+    masked tokens.
+    """
     answers = [
         f"{name.replace('_', ' ')} {value:.2%}"
         for name, value in measures.items()

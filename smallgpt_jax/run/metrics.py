@@ -80,7 +80,7 @@ MAX_POINTS = 20_000  # of a curve; a plot cannot show more
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Returns [] if the file does not exist. Skips invalid lines."""
+    """Returns the valid lines of a metrics.jsonl; [] if it does not exist."""
     return read_json_lines(path, _LINE)
 
 
@@ -161,7 +161,7 @@ class MetricsWriter:
             self._events = EventFile(workdir, first_step)
 
     def _remove_lines_after(self, step: int) -> None:
-        """Also removes the part of a line that a killed process has left."""
+        """Removes later lines, and the part of a line that a killed process has left."""
         require_locks(self._path)
         position, _ = read_lines_from(self._path, step + 1)
         with self._path.open("a+b") as file:

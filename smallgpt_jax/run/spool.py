@@ -58,7 +58,7 @@ class Spool:
             return not failure
 
     def upload_last(self) -> None:
-        """If several tries fail, keeps the local folder."""
+        """Uploads all files and removes the local folder, which is kept if several tries fail."""
         for pause in (*CLOSING_PAUSES, None):
             if self.upload():
                 shutil.rmtree(self.folder.parent, ignore_errors=True)
@@ -91,7 +91,9 @@ class Spool:
 def open_spool(
     workdir: Path, continued: Sequence[str], log: Callable[[str], None] = print
 ) -> Iterator[Spool]:
-    """Uploads regularly and on exit. Begins with copies of the files `continued`."""
+    """Yields the spool of a run, with copies of the files `continued`. It uploads regularly and on
+    exit.
+    """
     if not is_remote(workdir) or not distributed.is_primary():
         yield Spool(workdir, workdir, log)
         return

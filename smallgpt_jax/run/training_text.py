@@ -58,7 +58,7 @@ def training_format(workdir: Path) -> TextFormat:
 
 
 def format_of(description: dict[str, Any]) -> TextFormat:
-    """`training_format` of a `Corpus.description`."""
+    """Returns the format of the text that a `Corpus.description` describes."""
     for store in description.get("mixture", [description]):
         made_from = store.get("made_from", {})
         if made_from.get("format", "text") != "text":

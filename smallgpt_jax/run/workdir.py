@@ -162,7 +162,7 @@ def _require_writable(workdir: Path) -> None:
 
 @contextlib.contextmanager
 def lock_workdir(workdir: Path) -> Iterator[None]:
-    """Raises WorkdirBusyError if another process holds the lock."""
+    """Holds the lock of a workdir. Raises WorkdirBusyError if another process holds it."""
 
     def acquire():
         try:
@@ -213,6 +213,8 @@ def _read_lock(workdir: Path) -> str:
 
 @contextlib.contextmanager
 def open_workdir(workdir: Path, config: Config, corpus: Corpus) -> Iterator[None]:
+    """Locks a workdir, and writes the files that the run needs."""
+
     def start():
         check_workdir(workdir, config)  # again: another run may have come first
         initialize_workdir(workdir, config, corpus)
@@ -241,7 +243,9 @@ class ImportedModel(NamedTuple):
 
 
 def write_imported(workdir: Path, imported: ImportedModel, origin: dict) -> None:
-    """`workdir` must be empty; training can continue in it. `origin`: where the model comes from."""
+    """Writes an imported model to an empty workdir, in which training can continue. `origin`: where
+    the model comes from.
+    """
     tokenizer_folder.save(imported.tokenizer, workdir / TOKENIZER_FOLDER)
     save_template(imported.chat_template, workdir / TOKENIZER_FOLDER)
     write_atomically(workdir / ORIGIN_FILE, json.dumps(origin, indent=2) + "\n")

@@ -19,7 +19,7 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """After a crash, the file has either the old or the new content."""
+    """Writes a file. After a crash, it has either the old or the new content."""
     if isinstance(content, str):
         content = content.encode()
     if is_remote(path):
@@ -60,7 +60,7 @@ def rename(path: Path, target: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """After a power loss, the folder still has the same files."""
+    """Syncs a folder: after a power loss, it still has the same files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,7 +71,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """After a power loss, the folder still has its whole content. Object storage needs no call."""
+    """Syncs all files of a folder: after a power loss, it still has its whole content. Object
+    storage needs no call.
+    """
     if is_remote(folder):
         return
     for path in folder.rglob("*"):

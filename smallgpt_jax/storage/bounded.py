@@ -6,7 +6,9 @@ MAX_BYTES = 2**26  # the tokenizer.json of the largest vocabularies has 35 MB
 
 
 def read_bounded(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Raises ValueError if the file is larger, or no file: a device may have no end."""
+    """Returns the content of a file. Raises ValueError if it is larger, or no file: a device may
+    have no end.
+    """
     if path.exists() and not path.is_file():
         raise ValueError("not a file")
     with path.open("rb") as file:

@@ -72,7 +72,9 @@ ANYTHING = Kind("any value", lambda value: True)
 
 
 def read_json(path: Path, schema, advice: str):
-    """Raises UserError, ending with `advice`, for a file that is unreadable or does not match."""
+    """Returns the content of a file. Raises UserError, ending with `advice`, if it is unreadable or
+    does not match `schema`.
+    """
     try:
         return parse_json(read_bounded(path), schema)
     except OSError as error:
@@ -84,7 +86,9 @@ def read_json(path: Path, schema, advice: str):
 
 
 def read_json_or_none(path: Path, schema):
-    """Returns None if `read_json` would raise UserError: for content that can be recomputed."""
+    """Returns the content of a file that can be made again; None if `read_json` would raise
+    UserError.
+    """
     try:
         return read_json(path, schema, "")
     except UserError:
@@ -104,7 +108,7 @@ def read_json_lines(path: Path, schema) -> list:
 
 
 def parse_lines(lines: Iterable[bytes], schema) -> list:
-    """Skips the lines that do not match `schema`."""
+    """Returns the lines that match `schema`, as values."""
     parsed = []
     for line in lines:
         with contextlib.suppress(ValueError):
@@ -113,7 +117,9 @@ def parse_lines(lines: Iterable[bytes], schema) -> list:
 
 
 def parse_json(content: bytes, schema, max_values: int = MAX_VALUES):
-    """Raises ValueError if `content` is not JSON or does not match `schema`."""
+    """Returns the value of a JSON document. Raises ValueError if `content` is not JSON or does not
+    match `schema`.
+    """
     if len(content) > MAX_BYTES:
         raise ValueError(f"larger than {MAX_BYTES / 1e6:,.0f} MB")
     require_few_values(content, max_values)

@@ -301,7 +301,9 @@ def retry_policy():
 
 
 def download(path: Path, target: Path, files: dict[Path, RemoteFile]) -> None:
-    """`files`: of `list_files(path)`. Raises UserError for incomplete copies and names like ../x."""
+    """Copies `files`, those of `list_files(path)`, to a local path. Raises UserError for incomplete
+    copies and names like ../x.
+    """
     for source, file in files.items():
         copy = target / source.relative_to(path)
         if not copy.resolve().is_relative_to(target.resolve()):

@@ -10,7 +10,9 @@ from smallgpt_jax.storage.object_storage import SCHEME, is_remote, list_files, r
 
 
 def as_path(field: str, name: str | Path) -> Path:
-    """Expands `~`. Raises UserError for other URLs than gs://. `field`: a flag or config field."""
+    """Returns a user's path, with `~` expanded. `field` is the flag or config field that names it.
+    Raises UserError for other URLs than gs://.
+    """
     if is_remote(name):
         return object_storage.remote_path(field, str(name))
     refuse_url(
@@ -29,7 +31,7 @@ def refuse_url(
 
 
 def local_path(field: str, name: str | Path) -> Path:
-    """Copies a remote file or folder to the cache folder."""
+    """Returns a user's path or, of a remote file or folder, that of its cached copy."""
     path = as_path(field, name)
     if not is_remote(path):
         return path
@@ -42,7 +44,9 @@ def resolve(path: Path) -> Path:
 
 
 def new_folder(field: str, name: str | Path | None) -> Path:
-    """Raises UserError unless `name` is a new or empty folder other than the current one."""
+    """Returns the path of a folder to write. Raises UserError unless it is new or empty, and not
+    the current one.
+    """
     if not name:
         raise UserError(f"{field}: must be given; name a new folder")
     folder = resolve(as_path(field, name))
@@ -59,7 +63,7 @@ def new_folder(field: str, name: str | Path | None) -> Path:
 
 
 def new_file(field: str, name: str | Path | None, suffix: str) -> Path:
-    """Raises UserError unless `name` is a new file whose name ends in `suffix`."""
+    """Returns the path of a file to write. Raises UserError unless new and with `suffix`."""
     if not name or not str(name).endswith(suffix):
         shown = f"{field}={name}" if name else field
         raise UserError(f"{shown}: must be the name of a new file that ends in {suffix}")

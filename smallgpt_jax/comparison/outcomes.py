@@ -57,7 +57,7 @@ class Outcomes:
                 return losses
 
     def run(self, planned: PlannedRun) -> Run:
-        """Returns a run that `loss` knows."""
+        """Returns a finished or recorded run."""
         return self.recorded(planned) or run_reader.read_run(
             planned.name,
             planned.folder,

@@ -107,8 +107,8 @@ def _content(description: dict) -> list[tuple]:
 
 
 def open_existing(data, spec: StoreSpec | None = None) -> Corpus | ProbeCorpus | None:
-    """Returns None if the token store does not exist. Raises UserError if its source or settings
-    differ from `data`.
+    """Returns the text of a config's group `data`; None if its token store does not exist. Raises
+    UserError if the source or the settings of the store differ from `data`.
     """
     return ProbeCorpus.of(data) if is_synthetic(data) else _open_stores(data, spec)
 
@@ -121,8 +121,9 @@ def _open_stores(data, spec: StoreSpec | None) -> Corpus | None:
 
 
 def load_or_prepare(data, vocab_size: int | None = None) -> Corpus | ProbeCorpus:
-    """Prepares a missing store if its source is local and under 1 GB; else raises UserError with
-    the command. Before, refuses a tokenizer that is too large for a model's `vocab_size`.
+    """Returns the text of a config's group `data`. Prepares a missing store if its source is local
+    and under 1 GB; else raises UserError with the command. Before, refuses a tokenizer that is too
+    large for a model's `vocab_size`.
     """
     spec = StoreSpec.of(data)
     if corpus := open_existing(data, spec):

@@ -144,7 +144,9 @@ class HuggingFaceTokenizer:
         return np.array(encoding.ids, np.int32)
 
     def encode_chat(self, text: str, continues: bool = False) -> list[int]:
-        """As transformers, except that no space is put before a text that continues another."""
+        """Returns the ids of a text with the names of special tokens, as transformers encodes it;
+        but no space is put before a text that continues another.
+        """
         # Only the text up to the first special token continues another one.
         first = self.special_tokens.split(text)[0] if continues else ""
         ids = self.encode_continuation(first).tolist() if first else []
@@ -256,7 +258,9 @@ def added_tokens(settings: Mapping) -> set[str]:
 
 
 def read_files(path: Path) -> HuggingFaceTokenizer:
-    """Also reads the SETTINGS_FILES beside a file that is named `tokenizer.json`."""
+    """Returns the tokenizer in a file and, beside one that is named `tokenizer.json`, in
+    SETTINGS_FILES. Raises UserError.
+    """
     files = {TOKENIZER_JSON: path}
     if path.name == TOKENIZER_JSON:
         beside = [path.parent / name for name in SETTINGS_FILES]

@@ -60,7 +60,8 @@ def make_pipeline(
     seed: int,
     corpus: Corpus | ProbeCorpus | None,
 ) -> DataPipeline:
-    """`seed` is that of the order of the batches. `corpus` is that of `data`; None opens it.
+    """Returns the data of a run. `seed` is that of the order of the batches. `corpus` is that of
+    `data`; None opens it.
 
     Process 0 prepares a missing token store first. The others then open it, or prepare their own
     copy if they do not share its file system. Raises UserError if the text is missing, too short,

@@ -98,7 +98,9 @@ class ProbeCorpus:
 
     @classmethod
     def of(cls, data) -> "ProbeCorpus":
-        """Raises UserError if the probe has no examples with these options."""
+        """Returns the corpus of a config's group `data`. Raises UserError if the probe has no
+        examples with these options.
+        """
         name = data.source.removeprefix(SYNTHETIC)
         kind = PROBES[name]
         max_length = max([data.probe_length, *data.probe_test_lengths])

@@ -61,7 +61,9 @@ class PythonPackages(Member):
         return [of_hash[content_hash] for content_hash in sorted(of_hash)]
 
     def _require_pinned(self, pins: Mapping[str, str]) -> None:
-        """`pins`: "name==version" → line of `MANIFEST`."""
+        """Raises UserError if an installed distribution differs from its pin. `pins`:
+        "name==version" → line of `MANIFEST`.
+        """
         reasons = {pin: difference(pin, line) for pin, line in pins.items()}
         different = [pin for pin, why in reasons.items() if why]
         if not different:
@@ -152,7 +154,9 @@ def record_hash(content: bytes) -> str:
 
 
 def make_manifest(constraints: str) -> str:
-    """`constraints` is the text of a constraints.txt, whose distributions must be installed."""
+    """Returns the content of `MANIFEST` for the text of a constraints.txt, whose distributions must
+    be installed.
+    """
     pins = [
         line.split("==")
         for line in constraints.splitlines()

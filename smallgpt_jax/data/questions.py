@@ -42,8 +42,9 @@ def read_questions(
     context_length: int,
     limit: float | None = None,
 ) -> list[Question]:
-    """`limit` is a number of questions or, below 1, a fraction of them. Raises UserError for an
-    invalid file, which it names by --examples, and for prompts that leave no room for an answer.
+    """Returns the questions of a file of examples. `limit` is a number of questions or, below 1, a
+    fraction of them. Raises UserError for an invalid file, which it names by --examples, and for
+    prompts that leave no room for an answer.
     """
     template = ChatTemplate(chat_template, tokenizer.special_tokens) if chat_template else None
     rules = Rules(
@@ -125,8 +126,8 @@ class AnswerBits(NamedTuple):
 def answer_bits(
     log_likelihoods: Sequence[float], answers: Sequence[str], right: set[int]
 ) -> AnswerBits | None:
-    """`answers` are the scored texts, `right` the numbers of the right ones; None without any right
-    or wrong one.
+    """Returns the bits of the answers to a question; None without any right or wrong one. `answers`
+    are the scored texts, `right` the numbers of the right ones.
 
     The bits per byte of an answer are −log₂ p(answer | question) / bytes of the answer in UTF-8. Of
     several right answers, the most probable per byte counts.
@@ -147,7 +148,7 @@ def label_bits(
     questions: Sequence[Question],
     labels: Sequence[str],
 ) -> list[AnswerBits | None]:
-    """None for a question whose answer is no label."""
+    """Returns the bits of each question's labels; None for a question whose answer is no label."""
     bits = []
     for question, log_likelihoods in zip(questions, log_likelihoods_QxL):
         right = {number for number, label in enumerate(labels) if label == question.answer}

@@ -60,7 +60,7 @@ _SCHEMA = {
 
 
 def parse_shard(text: str) -> Shard:
-    """Raises UserError unless `text` is such as 3/16."""
+    """Returns the shard that a text such as 3/16 names. Raises UserError for other texts."""
     numbers = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if numbers:
         shard = Shard(*map(int, numbers.groups()))
@@ -282,7 +282,9 @@ def _check_files(folder: Path, local: Path, record: dict) -> tokenizers.Tokenize
 
 
 def _append_split(partial: Path, shard: Path, name: str, tokens: int) -> None:
-    """`tokens`: the number of tokens in the shards before, by which the documents move."""
+    """Appends a shard's files of a split. `tokens`: the number of tokens in the shards before, by
+    which the documents move.
+    """
     for source in shard.glob(f"{name}.*"):
         with source.open("rb") as content, (partial / source.name).open("ab") as file:
             if source.name == f"{name}{store.DOCUMENTS}":

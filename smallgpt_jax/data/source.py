@@ -73,7 +73,7 @@ class Source:
             yield from batch.texts
 
     def examples(self, rules: Rules) -> Iterator[Example]:
-        """The documents of a format other than "text"."""
+        """Yields the documents of a format other than "text"."""
         for document in self.documents(rules):
             assert isinstance(document, Example)
             yield document

@@ -33,7 +33,7 @@ NOT_FREE = "config.data.store={!r}: exists and is not a token store; choose anot
 
 @dataclasses.dataclass(frozen=True)
 class StoreSpec:
-    """Nothing is read or checked before it is needed."""
+    """The token store that a config describes. Nothing is read or checked before it is needed."""
 
     store: str  # config.data.store; "": in the cache folder
     source: Source
@@ -42,9 +42,10 @@ class StoreSpec:
 
     @classmethod
     def of(cls, data) -> "StoreSpec":
-        """A store has the chat template itself, not its path."""
+        """Returns the spec of a config's group `data`."""
         tokenizer = TokenizerSource(data.tokenizer)
         made_from = {name: getattr(data, name) for name in MADE_FROM}
+        # A store has the chat template itself, not its path.
         if data.format == "messages" and not data.mixture:
             made_from["chat_template"] = find_template(data.chat_template, tokenizer.folder)
         return cls(data.store, Source(data.source, data.text_endings), tokenizer, made_from)
@@ -110,7 +111,9 @@ class StoreSpec:
             )
 
     def open(self) -> TokenStore | None:
-        """Returns None if there is no store. Raises UserError if its source or settings differ."""
+        """Returns the store; None if there is none. Raises UserError if its source or settings
+        differ.
+        """
         if not (self.folder / METADATA_FILE).is_file():
             return None
         return open_store(self.folder, self.made_from)

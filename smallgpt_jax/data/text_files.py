@@ -48,7 +48,9 @@ class TextFile(NamedTuple):
 
 
 def file_part(file: TextFile, max_passage: int, is_code: bool = False) -> Part:
-    """`max_passage`: the most characters per passage. With `is_code`, the file is one document."""
+    """Returns a file as a part. `max_passage`: the most characters per passage. With `is_code`, the
+    file is one document.
+    """
     path, suffix = file.path, content_suffix(file.path)
 
     def read(rules: Rules):
@@ -114,7 +116,9 @@ def _read_pieces(file) -> Iterator[bytes]:
 
 
 def _read_lines(file, max_bytes: int) -> Iterator[bytes]:
-    """Of a line of more than `max_bytes` bytes and its end, yields only the first max_bytes + 3."""
+    """Yields the lines. Of a line of more than `max_bytes` bytes and its end, only the first
+    max_bytes + 3.
+    """
     while line := file.readline(max_bytes + 3):
         if len(line) > max_bytes + 2:  # the rest of the line is read, but not kept
             piece = line
@@ -164,8 +168,8 @@ def _not_utf8(path: Path, byte: int, line: int) -> UserError:
 def _read_passages(
     pieces: Iterator[str], file: str, max_characters: int, split_by_file: bool
 ) -> Iterator[Passage]:
-    """With `split_by_file`, the split of all passages depends on the first of `pieces`, up to a
-    megabyte: equal files share a split, whatever their names are.
+    """Yields the passages of a file. With `split_by_file`, the split of all passages depends on the
+    first of `pieces`, up to a megabyte: equal files share a split, whatever their names are.
     """
     beginning = next(pieces, "")
     key_of_file = hashlib.blake2b(beginning.encode(), digest_size=16).hexdigest()

@@ -106,7 +106,7 @@ def _checksum(fields: dict) -> str:
 
 
 def read_journal(folder: Path) -> Journal | None:
-    """Returns None if the journal is missing, damaged or of another version."""
+    """Returns the journal in a folder; None if it is missing, damaged or of another version."""
 
     def entry(fields: dict) -> Entry:
         values = {name: fields[name] for name in Entry._fields}

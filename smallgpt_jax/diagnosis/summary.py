@@ -74,7 +74,7 @@ def _summarize(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measures_of(blocks: list[dict]) -> dict[str, float | None]:
-    """`blocks` are those of all paths at one depth."""
+    """Returns the means over blocks, those of all paths at one depth."""
     means = {}
     for measure in _STREAM:
         means[measure] = _mean(block["output"][measure] for block in blocks)

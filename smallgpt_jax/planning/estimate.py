@@ -103,7 +103,9 @@ def estimate(program: "Program", progress: _Progress = contextlib.nullcontext) -
 def _compile_step(
     compiler: Compiler, lowered: jax.stages.Lowered, argument_bytes: int
 ) -> StepMemory:
-    """`argument_bytes` count where the compiler refuses the step and only says its temporaries."""
+    """Returns the memory of a step. `argument_bytes` count where the compiler refuses the step and
+    only says its temporaries.
+    """
     try:
         step = compiler.compile(lowered)
     except jax.errors.JaxRuntimeError as error:

@@ -19,7 +19,7 @@ class SizedPlan(NamedTuple):
 
 
 def training_hours(planned: Plan) -> float | None:
-    """Returns None if the time of a step is unknown, as on CPUs."""
+    """Returns the hours of a training; None if the time of a step is unknown, as on CPUs."""
     seconds = planned.estimate.estimated_step_seconds
     return seconds and planned.config.train.steps * seconds / 3600
 

@@ -60,7 +60,9 @@ class Branch:
 
 
 def open_branch(workdir: Path, config: Config) -> Branch | None:
-    """Returns None if the run needs no trunk (any more). Raises UserError for an unsuitable one."""
+    """Returns where the run starts in its trunk; None if it has none, or has started already.
+    Raises UserError for an unsuitable trunk.
+    """
     # With a checkpoint, the run resumes like any other: the trunk may be gone.
     if not config.train.trunk or saved_steps(workdir / CHECKPOINT_FOLDER):
         return None

@@ -21,7 +21,7 @@ from smallgpt_jax.training.program import Program
 
 
 def build_program(config: ConfigDict | Config, devices=None) -> Program:
-    """Raises UserError for an invalid config."""
+    """Returns a new program. Raises UserError for an invalid config."""
     return _build(*_checked(config, devices))
 
 

@@ -109,7 +109,9 @@ def _row_losses(program: Program, trained, model_state, batch: Batch):
 def open_examples(
     config: Config, program: Program, corpus: Corpus | ProbeCorpus
 ) -> EvalExamples | None:
-    """Raises UserError for an invalid file (collective)."""
+    """Returns the examples of config.train.eval_examples; None if it names no file. Raises
+    UserError for an invalid file (collective).
+    """
     train, tokenizer = config.train, corpus.tokenizer
     if not train.eval_examples:
         return None

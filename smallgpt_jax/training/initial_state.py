@@ -15,7 +15,9 @@ from smallgpt_jax.run.state import TrainState
 
 
 def init_state(program, seed) -> TrainState:
-    """A pure function, which `Program.initial_state` compiles."""
+    """Returns the state before the first update: a pure function, which `Program.initial_state`
+    compiles.
+    """
     variables = init_variables(program.model, seed)
     params = scale_initial(variables["params"], program.multipliers)
     return _first_state(program, params, variables.get("state", {}), _init_heads(program, seed))

@@ -56,7 +56,7 @@ class BandPoint:
     runs: int
 
     def value(self, losses: Mapping[int, float]) -> float:
-        """`losses` by step. Returns NaN if one of them is missing."""
+        """Returns the measure of `losses`, which are by step; NaN if one of them is missing."""
         steps = range(self.first, self.last + 1)
         if not all(step in losses for step in steps):
             return math.nan

@@ -227,7 +227,9 @@ def _print_sample(folder: Path) -> None:
 
 
 def loss_message(folder: Path) -> str:
-    """Returns "" if few losses were logged, or if standard output cannot encode bars."""
+    """Returns a line with a bar per span of losses; "" if few were logged, or if standard output
+    cannot encode bars.
+    """
     losses = [
         line["loss_mean"]
         for line in _logged_lines(folder, "train")

@@ -66,7 +66,7 @@ def fewest_that_fit(
 
 
 def fitting_number(sizes: dict[int, float], limit: float) -> int:
-    """Raises UserError if no number of microbatches fits."""
+    """Returns the fewest microbatches that fit. Raises UserError if none do."""
     fitting = [number for number, size in sizes.items() if size <= limit]
     if fitting:
         return min(fitting)

@@ -67,7 +67,7 @@ def check_run(config: ConfigDict | Config, folder: Path) -> tuple[Config, Branch
 def open_pipeline(
     config: ConfigDict | Config, program: Program, corpus: Corpus | ProbeCorpus | None = None
 ) -> DataPipeline:
-    """Raises UserError if the text does not suit the model."""
+    """Returns the data of a run. Raises UserError if the text does not suit the model."""
     config = Config.of(config)
     pipeline = make_pipeline(
         program.mesh, config.data, config.model, config.train, config.data_seed, corpus

@@ -219,7 +219,7 @@ class Trainer:
         self.checkpoints.save(step, state, memory)
 
     def log_validation_loss(self, step: int, state: TrainState) -> bool:
-        """On a stop request, returns False without logging."""
+        """Evaluates the state. On a stop request, returns False without logging."""
         eval_step = functools.partial(self.program.evaluate, state.evaluated, state.model_state)
         with self.clock.during("evaluate"):
             evaluation = evaluate_all(eval_step, self.pipeline, self.stop.is_requested_anywhere)
@@ -234,7 +234,7 @@ class Trainer:
         return True
 
     def finish(self, state: TrainState, step: int) -> None:
-        """Raises UserError if the last step cannot be saved."""
+        """Saves the last step and closes the log. Raises UserError if it cannot be saved."""
         with self.clock.during("save"):
             is_saved = self._save_last(state, step)
             self.checkpoints.close()

@@ -100,7 +100,9 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -> Evaluation | None:
-    """Returns None if stopped. `eval_step` returns the `EvaluationSums` of a batch."""
+    """Returns the means over all batches; None if stopped. `eval_step` returns the `EvaluationSums`
+    of a batch.
+    """
     sums = []
     for batch in batches:
         if is_stopped():
@@ -122,7 +124,9 @@ def evaluate(eval_step: Callable, batches: Iterable, is_stopped=lambda: False) -
 def evaluate_all(
     eval_step: Callable, pipeline: DataPipeline, is_stopped: Callable
 ) -> Evaluation | None:
-    """Also measures the answers at the further lengths of a probe. Returns None if stopped."""
+    """Returns `evaluate` of the validation split, with the answers at the further lengths of a
+    probe; None if stopped.
+    """
     batches = map(pipeline.to_devices, pipeline.validation_batches)
     evaluation = evaluate(eval_step, batches, is_stopped)
     for length, test_batches in pipeline.test_batches.items():

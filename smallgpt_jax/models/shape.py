@@ -23,6 +23,9 @@ _ASPECT = 64  # width per block, as in nanochat
 _MIN_BLOCKS = 4  # as in the records
 # With learned positions, two wide blocks are better than four (docs/results/sizes.json).
 _MIN_BLOCKS_LEARNED = 2
+# From about this width on, models learn to copy, which takes attention in two blocks, one after the
+# other (arXiv 2209.11895): each path of pgpt needs two (docs/results/sizes065.json).
+_COPYING_WIDTH = 80
 _MLP_UNITS = {1: 1, 128: 8, 512: 64}  # {d_model from which: widths of MLPs are multiples of this}
 _SPREAD = 1.3  # MLPs are at most this factor wider or narrower than usual
 _CLOSE = 0.01  # relative error at which the search ends
@@ -118,7 +121,8 @@ class _Search:
         self.fields, self.all_depths = fields, all_depths
         self.set_fields = {name: value for name, value in fields.items() if value != AT_START}
         # The search computes with these before they are validated.
-        for name in ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        names = ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_paths")
+        for name in names:
             value = self.set_fields.get(name, 1)
             least = 0 if name in ("num_kv_heads", "head_dim") else 1
             if type(value) is not int or value < least:
@@ -188,6 +192,8 @@ class _Search:
         """Returns an even number, which two paths or stages divide."""
         has_learned = self.set_fields["position"] == "learned"
         least = _MIN_BLOCKS_LEARNED if has_learned else _MIN_BLOCKS
+        if d_model >= _COPYING_WIDTH:
+            least = max(least, 2 * self.set_fields.get("num_paths", 1))
         return max(least, 2 * round(d_model / _ASPECT / 2))
 
     def _options(self, field: str, usual):

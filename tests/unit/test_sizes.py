@@ -238,7 +238,7 @@ def test_tables_of_tokens_and_positions_are_no_part_of_the_blocks(fields):
 
 
 def test_the_parts_that_only_some_recipes_have():
-    assert "2 × 104 in 2 paths, 4 heads, MLP 364; " in size_messages(sized("pgpt:0.5M"))[0]
+    assert "4 × 80 in 2 paths, 4 heads, MLP 312; " in size_messages(sized("pgpt:0.5M"))[0]
     assert " × 17 experts, 4 per token; " in size_messages(sized("moe:0.3M"))[0]
 
 

@@ -115,6 +115,13 @@ def raise_on_interrupt() -> None:
         signal.signal(signal.SIGINT, _raise_once)
 
 
+def is_command() -> bool:
+    """Whether Ctrl-C ends this process. In a notebook or a user's script, it raises
+    KeyboardInterrupt.
+    """
+    return signal.getsignal(signal.SIGINT) is _raise_once
+
+
 def _raise_once(*_) -> None:
     # A second KeyboardInterrupt would end what the first one started, such as JAX's cleanup at exit,
     # in a traceback or a crash. `timeout -s INT` sends the signal twice.

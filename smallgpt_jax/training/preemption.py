@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 
 from smallgpt_jax.devices import distributed
-from smallgpt_jax.errors import StoppedError
+from smallgpt_jax.errors import StoppedError, is_command
 from smallgpt_jax.output import print_error
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -89,9 +89,7 @@ def handle_signals(unsaved: str = _UNSAVED) -> Iterator[StopRequest]:
     """Yields the request that SIGTERM and Ctrl-C set, in place of the handlers that libraries have
     installed. Outside the main thread, which alone may set handlers, nothing sets it.
     """
-    # Commands have replaced Python's own handler (cli.py).
-    is_command = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    stop = StopRequest(unsaved, exits=is_command)
+    stop = StopRequest(unsaved, exits=is_command())
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from smallgpt_jax.errors import StoppedError
+from smallgpt_jax.errors import StoppedError, exit_on_interrupt, raise_on_interrupt
 from smallgpt_jax.training import opening, preemption, trainer
 
 
@@ -17,7 +17,9 @@ def exits(monkeypatch):
     Ctrl-C, as a command does. Returns the list of recorded statuses.
     """
     exits = []
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    exit_on_interrupt()
+    raise_on_interrupt()
     monkeypatch.setattr(os, "_exit", exits.append)
     yield exits
     signal.signal(signal.SIGINT, before)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from smallgpt_jax.errors import exit_on_interrupt
+from smallgpt_jax.output import best_effort
 
 COMMANDS = (
     *("main", "prepare", "generate", "plan", "evaluate", "convert"),
@@ -57,4 +58,5 @@ def _first_line(command: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with best_effort("stdout"):  # such as `| head`
+        main()

@@ -115,7 +115,7 @@ def raise_on_interrupt() -> None:
         signal.signal(signal.SIGINT, _raise_once)
 
 
-def is_command() -> bool:
+def ends_on_interrupt() -> bool:
     """Whether Ctrl-C ends this process. In a notebook or a user's script, it raises
     KeyboardInterrupt.
     """

@@ -1,4 +1,4 @@
-"""What a record says without a statistical decision: the setup, learning rates and curves."""
+"""What a record says that needs no verdict: the setup, learning rates and curves."""
 
 import math
 import statistics

@@ -191,8 +191,8 @@ def name_workdirs(workdirs: Sequence[Path]) -> list[tuple[str, Path]]:
     "gpt-lr2x-x0.5".
 
     Runs share a name only if their configs are equal except for the seed and the places of the
-    text, whose content `comparability.require_comparable` checks; otherwise, the
-    second is "gpt (2)".
+    text, whose content `comparability.require_comparable` checks; otherwise, the second is
+    "gpt (2)".
     """
     config_of_name: dict[str, dict] = {}
     pairs = []

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 
 from smallgpt_jax.devices import distributed
-from smallgpt_jax.errors import StoppedError, is_command
+from smallgpt_jax.errors import StoppedError, ends_on_interrupt
 from smallgpt_jax.output import print_error
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -89,7 +89,7 @@ def handle_signals(unsaved: str = _UNSAVED) -> Iterator[StopRequest]:
     """Yields the request that SIGTERM and Ctrl-C set, in place of the handlers that libraries have
     installed. Outside the main thread, which alone may set handlers, nothing sets it.
     """
-    stop = StopRequest(unsaved, exits=is_command())
+    stop = StopRequest(unsaved, exits=ends_on_interrupt())
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

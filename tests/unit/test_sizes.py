@@ -348,6 +348,16 @@ def test_a_run_of_another_architecture_is_refused(tmp_path):
         check_run(load_config("lgpt:30k"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "recipe, rule, tokens", [("gpt:0.65M", 3747, 4096), ("hybrid:0.2M", 1651, 1024)]
+)
+def test_a_batch_is_a_power_of_two_and_at_most_an_eighth_above_the_rule(recipe, rule, tokens):
+    config = sized(recipe)
+    count = sizing.block_parameters(config.model)
+    assert sizes.batch_tokens(count, 20) == pytest.approx(rule, abs=0.5)
+    assert config.train.batch_size * config.model.context_length == tokens
+
+
 def test_a_small_batch_of_long_texts_has_a_sequence_for_each_of_four_devices():
     assert sized("llama:0.2M", model__context_length=768).train.batch_size == 4
 

@@ -19,7 +19,8 @@ changed since; with them, it holds, and twice the rate is worse (docs/results/di
 
 Prediction for 0.65M with three seeds, of which there is no record yet: where all seeds copy with the
 rule and with a change, no change is better by more than 0.03. docs/results/sizes065.json has one
-seed. By it, the rule gives each path of pgpt two blocks; with one, it did not learn to copy.
+seed. By it, the rule gives each path of pgpt two blocks, because with one it did not learn to copy,
+and rounds batches up where that adds an eighth at most.
 """
 
 from configs.compare import base

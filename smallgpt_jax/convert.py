@@ -23,6 +23,8 @@ with --config=run:WORKDIR.
 """
 
 import dataclasses
+from collections.abc import Collection
+from typing import Any
 
 from absl import flags
 
@@ -83,36 +85,20 @@ _PRIVATE = flags.DEFINE_bool("private", True, "With --push: only its owner sees 
 _TRUST = cli.define_trust()
 flags.mark_flag_as_required("workdir")
 
-
 _FORMAT_FLAGS = (_INPUT, _OUTPUT, _TOKENIZER, _STEP, _PATHS, _DTYPE, _RANK_RATIO)
 
 
 def main() -> None:
     if (_TO.value is None) == (_FROM.value is None):
         raise UserError("give either --to=hf|gguf|peft or --from=hf|gpt_variations|run; see --help")
-    direction = f"--to={_TO.value}" if _TO.value else f"--from={_FROM.value}"
-    form = EXPORTS[_TO.value] if _TO.value else IMPORTS[_FROM.value]
-    arguments = ("output", "step") if _TO.value else ("input",)
-    # the options of a format are the fields of its class
-    fields = [field.name for field in dataclasses.fields(form)]
-    options = {}
-    for flag in _FORMAT_FLAGS:
-        if flag.present and flag.name in fields:
-            options[flag.name] = flag.value
-        elif flag.present and flag.name not in arguments:
-            raise UserError(f"--{flag.name}: cannot be combined with {direction}; see --help")
-    if _FROM.value and _PUSH.value:
-        raise UserError("--push: uploads exports; use it with --to")
-    if _FROM.value and not _INPUT.value:
-        raise UserError("--input: must be given; name the folder, file or model to import")
-    if _FROM.value:
-        summary = import_(
-            _INPUT.value, _WORKDIR.value, form(**options), trust_custom_code=_TRUST.value
-        )
-        workdir = _WORKDIR.value
-        train = command_line("main", f"--config=run:{workdir}", f"--workdir={workdir}")
-        print(f"{workdir}: {summary}. To train it further:\n  {train} --config.data.source=...")
-        return
+    if _TO.value:
+        _export(EXPORTS[_TO.value])
+    else:
+        _import(IMPORTS[_FROM.value])
+
+
+def _export(form: type) -> None:
+    options = _options(form, f"--to={_TO.value}", arguments=("output", "step"))
     if "tokenizer" in options:
         if _TOKENIZER.value != "skip":
             raise UserError(
@@ -129,6 +115,32 @@ def main() -> None:
         private=_PRIVATE.value,
     )
     print(f"{_OUTPUT.value}: {summary}")
+
+
+def _import(form: type) -> None:
+    options = _options(form, f"--from={_FROM.value}", arguments=("input",))
+    if _PUSH.value:
+        raise UserError("--push: uploads exports; use it with --to")
+    if not _INPUT.value:
+        raise UserError("--input: must be given; name the folder, file or model to import")
+    workdir = _WORKDIR.value
+    summary = import_(_INPUT.value, workdir, form(**options), trust_custom_code=_TRUST.value)
+    train = command_line("main", f"--config=run:{workdir}", f"--workdir={workdir}")
+    print(f"{workdir}: {summary}. To train it further:\n  {train} --config.data.source=...")
+
+
+def _options(form: type, direction: str, arguments: Collection[str]) -> dict[str, Any]:
+    """Returns the given options of a format, which are the fields of its class; refuses flags that
+    are neither among them nor among `arguments`.
+    """
+    fields = [field.name for field in dataclasses.fields(form)]
+    options = {}
+    for flag in _FORMAT_FLAGS:
+        if flag.present and flag.name in fields:
+            options[flag.name] = flag.value
+        elif flag.present and flag.name not in arguments:
+            raise UserError(f"--{flag.name}: cannot be combined with {direction}; see --help")
+    return options
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ tokenizer.
 A run on a probe has a `ProbeCorpus` in its place.
 """
 
+import collections
 import dataclasses
 import hashlib
 import itertools
@@ -31,6 +32,9 @@ from smallgpt_jax.storage.paths import as_path
 
 # Bytes of text; training does not prepare the stores of larger sources.
 _PREPARE_LIMIT = 1_000_000_000
+# Bytes of text from which on all sources, compressed ones too, have passages of the same length.
+_SMALL_SOURCE = 20_000_000
+_BEGINNING, _LAST_TOKENS = 64, 8  # tokens of a passage that are compared first, and not at all
 # The schema of `Corpus.description`.
 DESCRIPTION = (probe_corpus.DESCRIPTION, {"mixture": [{"weight": POSITIVE, **METADATA}]}, METADATA)
 
@@ -270,7 +274,8 @@ def _refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
 
     A document is for validation if its hash, or that of its file, is below the store's
     validation_fraction. So stores with the same fraction agree, but one with a smaller fraction may
-    train on validation documents of another, and so may stores of which one holds out whole files.
+    train on validation documents of another, and so may stores of which one holds out whole files, or
+    that cut the same files into passages of different lengths.
     """
     for one, other in itertools.permutations(stores, 2):
         fraction = one.metadata["made_from"]["validation_fraction"]
@@ -288,6 +293,44 @@ def _refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
                 f"{field}: {leaked:,} of the {documents:,} training documents of "
                 f"{str(one.folder)!r} are validation documents of {str(other.folder)!r}; {advice}"
             )
+    for one, other in itertools.combinations(stores, 2):
+        if _cut_same_files(one, other):
+            raise UserError(
+                f"{field}: the stores {str(one.folder)!r} and {str(other.folder)!r} have the same "
+                "files in passages of different lengths, so that each may train on validation text "
+                "of the other; leave what both have out of one of them"
+            )
+
+
+def _cut_same_files(one: TokenStore, other: TokenStore) -> bool:
+    """Returns whether a passage of one store is the beginning of a longer one of the other."""
+    smaller, larger = sorted((one, other), key=_text_bytes)
+    has_passages = "plain_text" in one.metadata and "plain_text" in other.metadata
+    if not has_passages or _text_bytes(smaller) > _SMALL_SOURCE:
+        return False
+    passages = collections.defaultdict(list)  # {beginning: passages}
+    for ids in _passages(smaller):
+        passages[ids[:_BEGINNING].tobytes()].append(ids)
+    for ids in _passages(larger):
+        for same in passages.get(ids[:_BEGINNING].tobytes(), ()):
+            # The last tokens of a passage may be others where the text goes on.
+            common = min(len(same), len(ids)) - _LAST_TOKENS
+            if len(same) != len(ids) and np.array_equal(same[:common], ids[:common]):
+                return True
+    return False
+
+
+def _text_bytes(store: TokenStore) -> int:
+    return store.train.text_bytes + store.validation.text_bytes
+
+
+def _passages(store: TokenStore) -> Iterator[np.ndarray]:
+    """Yields the tokens of the documents that are long enough to be cut from a longer text."""
+    for split in (store.train, store.validation):
+        for start, length in zip(split.starts.tolist(), split.lengths.tolist()):
+            if length > _BEGINNING + _LAST_TOKENS:
+                # the dtype of the stores can differ
+                yield split.stream[start : start + length].astype(np.uint32)
 
 
 def _splits_by_file(store: TokenStore) -> bool:

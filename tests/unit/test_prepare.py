@@ -812,3 +812,14 @@ def test_refuses_a_mixture_of_both_ways_to_split(tmp_path):
     with pytest.raises(UserError, match="leave what both have out of one of them"):
         open_mixture(f"{tmp_path}/all=1,{tmp_path}/some=1")
     assert len(open_mixture(f"{tmp_path}/all=1,{tmp_path}/same=1").stores) == 2
+
+
+def test_refuses_a_mixture_of_one_file_in_passages_of_two_lengths(tmp_path):
+    """Small sources have shorter passages, whose splits differ from those of the longer ones."""
+    book = write_books(tmp_path / "books", 1, length=900) / "book0.txt"
+    more = write_books(tmp_path / "more", 5, length=4000) / "book4.txt"
+    for name, source in (("alone", book), ("both", f"{book},{more}"), ("other", more)):
+        prepare_store(tmp_path / name, source)
+    with pytest.raises(UserError, match="the same files in passages of different lengths"):
+        open_mixture(f"{tmp_path}/both=1,{tmp_path}/alone=1")
+    assert len(open_mixture(f"{tmp_path}/alone=1,{tmp_path}/other=1").stores) == 2

@@ -16,12 +16,15 @@ evaluation does not fit into the memory of the devices.
 import dataclasses
 import functools
 import json
+import math
 import sys
+from pathlib import Path
 
 from absl import flags
 from ml_collections import config_flags
 
 from smallgpt_jax import cli
+from smallgpt_jax.analysis import record
 from smallgpt_jax.errors import UserError, command_line, config_arguments
 from smallgpt_jax.planning.expected_loss import expected_loss_message
 from smallgpt_jax.planning.hours import cost_message, plan_for_hours
@@ -81,7 +84,7 @@ def _recipe_alone(file: str, others: dict[str, bool]) -> str:
     return file
 
 
-def main() -> None:
+def _check_flags() -> None:
     if _INFERENCE.value and _SEARCH.value:
         raise UserError(
             "--search: cannot be combined with --inference, which shows the largest batch; remove "
@@ -92,6 +95,16 @@ def main() -> None:
             raise UserError(
                 f"--{flag.name}: is about training; it cannot be combined with --inference"
             )
+    if not _INFERENCE.value and _BATCH.present:
+        raise UserError("--batch: is about decoding; add --inference, or remove the flag")
+    if _PRICE.value is not None and not math.isfinite(_PRICE.value):
+        raise UserError(f"--price={_PRICE.value}: must be a finite number")
+    if _RESULTS.value is not None:
+        record.read(Path(_RESULTS.value))  # before minutes of compiling
+
+
+def main() -> None:
+    _check_flags()
     # also during a compilation of minutes, in which Python itself handles no signals
     with preemption.handle_signals("stopped"):
         if _INFERENCE.value:

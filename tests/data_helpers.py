@@ -22,9 +22,10 @@ def zstd(content: bytes) -> bytes:
     return bytes(pyarrow.compress(content, codec="zstd", asbytes=True))
 
 
-def parquet(columns: dict) -> bytes:
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), file, row_group_size=1000)
+def parquet(columns: dict, names: list[str] | None = None) -> bytes:
+    file, table = io.BytesIO(), pyarrow.table(columns)
+    table = table.rename_columns(names or table.column_names)
+    pyarrow.parquet.write_table(table, file, row_group_size=1000)
     return file.getvalue()
 
 

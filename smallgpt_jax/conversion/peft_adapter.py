@@ -14,6 +14,7 @@ from smallgpt_jax import models
 from smallgpt_jax.conversion import gpt2, low_rank, tensors
 from smallgpt_jax.conversion.hugging_face import NATIVE, find_format, write_json
 from smallgpt_jax.errors import UserError, import_library
+from smallgpt_jax.storage.atomic import current_umask
 
 
 def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> str:
@@ -40,9 +41,11 @@ def write(folder: Path, model: models.LanguageModel, base, tuned, rank: int) -> 
         target_modules.append(module)
         factors[f"base_model.model.{module}.lora_A.weight"] = np.pad(a, (padding, (0, 0)))
         factors[f"base_model.model.{module}.lora_B.weight"] = np.pad(b, ((0, 0), padding))
-    import_library("safetensors.numpy").save_file(
-        factors, folder / "adapter_model.safetensors", metadata={"format": "pt"}
-    )
+    if not target_modules:
+        raise UserError("--to=peft: LoRA has changed no matrix at this step; choose a later --step")
+    weights = folder / "adapter_model.safetensors"
+    import_library("safetensors.numpy").save_file(factors, weights, metadata={"format": "pt"})
+    weights.chmod(0o666 & ~current_umask())  # safetensors ignores the umask
     write_json(
         folder / "adapter_config.json",
         {

@@ -25,6 +25,7 @@ from smallgpt_jax.models.router import ROUTER_AXES
 from smallgpt_jax.models.stacks import block_numbers, layer_configs
 
 _MAX_LISTED = 3  # maximum number of tensor names in an error message
+_FLOATS = ("float16", "bfloat16", "float32", "float64")  # others are quantized, with scales
 # parameters without a module of their own
 _TABLES = ("token_embedding", "position_embedding", "value_embedding", "head")
 Tensors = Mapping[str, np.ndarray]  # by name
@@ -79,6 +80,11 @@ def to_variables(
             if name in tensors and tensors[name].shape != shape
         ],
     }
+    problems["tensors that are no floats"] = [
+        f"{their_name(name)} {x.dtype}"
+        for name, x in tensors.items()
+        if x.dtype.name not in _FLOATS
+    ]
     # The first kind alone: a tensor under a wrong name is missing and unexpected.
     for problem, names in problems.items():
         if names:

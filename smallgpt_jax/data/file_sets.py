@@ -70,9 +70,11 @@ class _FileSet(Member):
                 why = f"folder contains no {', '.join(self.endings)} file{self.suggest_endings()}"
             raise UserError(f"config.data.source={self.name!r}: {why}")
         for path in read:
-            if path.suffix.lower() in ARCHIVE_SUFFIXES:
+            suffix = content_suffix(path)
+            if path.suffix.lower() in ARCHIVE_SUFFIXES or suffix in ARCHIVE_SUFFIXES:
+                ending = path.suffix if path.suffix.lower() == suffix else suffix + path.suffix
                 raise UserError(
-                    f"{path}: {path.suffix} archives are not supported; unpack it, or compress "
+                    f"{path}: {ending} archives are not supported; unpack it, or compress "
                     f"single files as {', '.join(COMPRESSED_SUFFIXES)}"
                 )
         return sorted(map(self.describe, read))

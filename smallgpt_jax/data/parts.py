@@ -87,7 +87,7 @@ class Rules:
     chat_template: ChatTemplate | None = None  # of format "messages"
     # Whether all passages of a plain text file are in the same split.
     split_by_file: bool = False
-    can_skip: bool = True  # whether the command has config.data.invalid_items
+    can_skip: bool = True  # whether invalid_utf8 and invalid_items are set by config.data
 
     @property
     def decoding_errors(self) -> str:
@@ -160,13 +160,12 @@ def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Ite
     """Returns `text` as a valid string; if it is invalid, returns a Skipped or raises UserError,
     depending on `rules`. `fields`: the names of the item's fields; `field`: "" means `text_field`.
     """
+    replace = "set --config.data.invalid_utf8=replace" if rules.can_skip else "correct the text"
     if isinstance(text, bytes):
         try:
             text = text.decode(errors=rules.decoding_errors)
         except UnicodeDecodeError as error:
-            return rules.refuse_or_skip(
-                where, f"not UTF-8: byte {error.start}", "set --config.data.invalid_utf8=replace"
-            )
+            return rules.refuse_or_skip(where, f"not UTF-8: byte {error.start}", replace)
     if not isinstance(text, str):
         why = f"no string in the field {field or rules.text_field!r}"
         if text is None or not field:
@@ -177,11 +176,8 @@ def extract_text(text, where: str, fields, rules: Rules, field: str = "") -> Ite
         size = len(text.encode())
     except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, such as \ud800
         if rules.invalid_utf8 != "replace":
-            return rules.refuse_or_skip(
-                where,
-                f"half a surrogate pair: character {error.start}",
-                "set --config.data.invalid_utf8=replace",
-            )
+            why = f"half a surrogate pair: character {error.start}"
+            return rules.refuse_or_skip(where, why, replace)
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         size = len(text.encode())
     return rules.refuse_or_skip_long(where) if size > rules.max_document_bytes else text

@@ -158,11 +158,14 @@ def _decode_utf8(pieces: Iterator[bytes], path: Path, errors: str) -> Iterator[s
         line += piece.count(b"\n")
 
 
-def _not_utf8(path: Path, byte: int, line: int) -> UserError:
-    return UserError(
-        f"{path}: not UTF-8 at byte {byte} (line {line}); convert the file, set "
-        "--config.data.invalid_utf8=replace, or skip it with --config.data.invalid_items=skip"
-    )
+def _not_utf8(path: Path, byte: int, line: int, can_skip: bool = True) -> UserError:
+    advice = "convert the file"
+    if can_skip:
+        advice += (
+            ", set --config.data.invalid_utf8=replace, or skip it with "
+            "--config.data.invalid_items=skip"
+        )
+    return UserError(f"{path}: not UTF-8 at byte {byte} (line {line}); {advice}")
 
 
 def _read_passages(
@@ -227,7 +230,7 @@ def _parse_json_line(line: bytes, path: Path, offset: int, number: int, rules: R
     except UnicodeDecodeError as error:
         if rules.invalid_items == "skip":
             return Skipped("not UTF-8")
-        raise _not_utf8(path, offset + error.start, number) from None
+        raise _not_utf8(path, offset + error.start, number, rules.can_skip) from None
     try:
         require_few_values(line)
     except ValueError as error:
@@ -250,6 +253,8 @@ def _read_parquet(path: Path, rules: Rules) -> Iterator[tuple[Item, float]]:
     types = import_library("pyarrow.types", "data")
     file = parquet.ParquetFile(open_binary(path) if is_remote(path) else path)
     columns = file.schema_arrow.names
+    if columns.count(rules.text_field) > 1:
+        raise UserError(f"{path}: several columns {rules.text_field!r}; rename the others")
     if rules.text_field not in columns:
         raise UserError(
             f"{path}: no column {rules.text_field!r}, its columns are {list_names(columns)}; set "

@@ -43,7 +43,7 @@ def _right_answers(doc: dict[str, Any], task) -> set[int]:
 
 
 def _mean(metric: str, values: list[float]) -> dict[str, float]:
-    error = math.nan
+    error: float | str = "N/A"  # as the harness writes it; NaN is no JSON
     if len(values) > 1:
         error = statistics.stdev(values) / math.sqrt(len(values))
     return {f"{metric},none": statistics.fmean(values), f"{metric}_stderr,none": error}
@@ -57,13 +57,12 @@ def add_means(results: dict[str, Any], groups: Iterable[str]) -> None:
         members = [of_tasks[name] for name in of_tasks if name.startswith(f"{group}_")]
         means[group] = {"sample_len": sum(values["sample_len"] for values in members)}
         for metric in ("acc", ANSWER_BITS, ANSWER_MARGIN):
-            # "N/A" or NaN of a task with one question
-            errors = [
-                float(str(values[f"{metric}_stderr,none"]).replace("N/A", "nan"))
-                for values in members
-            ]
+            errors = [values[f"{metric}_stderr,none"] for values in members]
+            has_errors = "N/A" not in errors  # of a task with one question
             means[group][f"{metric},none"] = statistics.fmean(
                 values[f"{metric},none"] for values in members
             )
-            means[group][f"{metric}_stderr,none"] = math.hypot(*errors) / len(members)
+            means[group][f"{metric}_stderr,none"] = (
+                math.hypot(*errors) / len(members) if has_errors else "N/A"
+            )
     results["results"] = means | of_tasks

@@ -12,7 +12,7 @@ from smallgpt_jax import inference, models
 from smallgpt_jax.data import tokenizers
 from smallgpt_jax.errors import UserError, install_command, require_list
 from smallgpt_jax.evaluation import lm_eval_tasks, report
-from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts
+from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts, name_hash
 from smallgpt_jax.evaluation.progress import ScoringProgress
 from smallgpt_jax.run.checksums import bit_checksums
 from smallgpt_jax.run.metrics import ANSWER_BITS, ANSWER_MARGIN
@@ -107,6 +107,8 @@ class Benchmarks:
             None if limit is None else f"limit{limit:g}",
             None if self.seed == SEED else f"seed{self.seed}",
             self.gen_kwargs,
+            # another folder has other questions
+            None if self.data_dir is None else name_hash(str(Path(self.data_dir).absolute())),
         )
         return _short(name, 200)  # file systems limit names to 255 bytes
 
@@ -130,7 +132,7 @@ def _short(name: str, length: int) -> str:
     """Returns the name, cut if it is longer. Different names stay different."""
     if len(name) <= length:
         return name
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    digest = name_hash(name)
     return f"{name[: length - len(digest) - 1]}-{digest}"
 
 

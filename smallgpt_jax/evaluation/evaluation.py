@@ -1,6 +1,7 @@
 """Evaluates a trained model, and writes the results to its workdir."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,9 +37,9 @@ def evaluate(
     the most questions per task or, below 1, a fraction of them. With `log_samples`, the results
     have each question and its scores. Texts take neither. Raises UserError.
     """
-    # not "no limit", as some tools read it
-    if limit == 0:
-        raise UserError("--limit=0: leaves no questions; use at least 1, or a fraction")
+    # 0 is not "no limit", as some tools read it
+    if limit is not None and not 0 < limit < math.inf:
+        raise UserError(f"--limit={limit:g}: must be a finite number above 0, or a fraction")
     if isinstance(on, str):
         on = [on]
     if not isinstance(on, Benchmarks | ExampleFile | TextFiles):

@@ -1,7 +1,6 @@
 """Evaluation on a file of examples, each with a prompt and the right answer."""
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,12 @@ from smallgpt_jax import inference
 from smallgpt_jax.data.questions import Question, find_labels, label_bits, read_questions
 from smallgpt_jax.errors import UserError, require_list
 from smallgpt_jax.evaluation import report
-from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts
+from smallgpt_jax.evaluation.model_options import (
+    ModelOptions,
+    join_name_parts,
+    name_hash,
+    short_stem,
+)
 from smallgpt_jax.evaluation.progress import ScoringProgress
 from smallgpt_jax.evaluation.questions import (
     GENERATED,
@@ -45,6 +49,10 @@ class ExampleFile:
         for metric in self.metrics:
             if metric not in METRICS:
                 raise UserError(f"--metrics={metric}: must be one of {', '.join(METRICS)}")
+        if self.labels and "accuracy" not in self.metrics:
+            raise UserError("--label: is for --metrics=accuracy; add it, or omit the labels")
+        if self.labels and len(set(self.labels)) < 2:
+            raise UserError("--label: needs at least two different labels")
         trained = model.load(workdir)
         # the prompts are written as in training, so that the model knows where an answer begins
         form, template = training_format(workdir)
@@ -78,7 +86,7 @@ class ExampleFile:
         name = join_name_parts(
             "examples",
             model.file_name(trained.step),
-            Path(self.path).stem[:100],  # for readers; the fingerprint tells files apart
+            short_stem(self.path),  # the fingerprint tells files apart
             *self.metrics,
             None if limit is None else f"limit{limit:g}",
             self.fingerprint(),
@@ -116,7 +124,7 @@ class ExampleFile:
     def fingerprint(self) -> str:
         """Returns a name for the settings that a file name does not contain."""
         settings = [str(self.path), list(self.labels) or None, self.max_new_tokens]
-        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
+        return name_hash(json.dumps(settings))
 
 
 def _measure(

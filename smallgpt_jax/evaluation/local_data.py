@@ -7,11 +7,11 @@ Each task has a single split; few-shot examples are also taken from this split.
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from smallgpt_jax.errors import UserError
-from smallgpt_jax.formatting import short_reason
-from smallgpt_jax.storage.json_files import OBJECT, parse_json
+from smallgpt_jax.formatting import short_reason, short_repr
+from smallgpt_jax.storage.json_files import OBJECT, TEXT, Kind, one_of, parse_json
 
 
 class _LocalTask(NamedTuple):
@@ -20,15 +20,45 @@ class _LocalTask(NamedTuple):
     source: str  # URL of the files
 
 
-def _json_rows(text: str) -> list[dict]:
-    return [row for _, row in _numbered_rows(text)]
+# What the harness relies on, or reads wrongly without a word.
+_WORDS = Kind("a text that is not empty", lambda value: TEXT.accepts(value) and value.strip() != "")
+_LAMBADA = {"text": Kind("a text of several words", lambda v: TEXT.accepts(v) and " " in v.strip())}
+_WINOGRANDE = {
+    "sentence": Kind('a text with "_"', lambda value: TEXT.accepts(value) and "_" in value),
+    "option1": _WORDS,
+    "option2": _WORDS,
+    "answer": one_of("1", "2"),
+}
+_COPA = {
+    "premise": _WORDS,
+    "question": one_of("cause", "effect"),
+    "choice1": _WORDS,
+    "choice2": _WORDS,
+    "label": one_of(0, 1),
+}
+_PIQA = {"goal": TEXT, "sol1": _WORDS, "sol2": _WORDS}
+_MULTIPLE_CHOICE = {
+    "question": {"stem": TEXT, "choices": [{"label": TEXT, "text": _WORDS}]},
+    "answerKey": TEXT,
+}
+_ANLI = {"context": TEXT, "hypothesis": TEXT, "label": one_of("e", "n", "c")}
 
 
-def _numbered_rows(text: str) -> list[tuple[int, dict]]:
-    """Returns (number of the line, row) of each line that is not blank."""
+def _rows(schema: Any) -> Callable[[str], list[dict]]:
+    return lambda text: [row for _, row in _numbered_rows(text, schema)]
+
+
+def _numbered_rows(text: str, schema: Any = OBJECT) -> list[tuple[int, dict]]:
+    """Returns (number of the line, row) of each line that is not blank. Raises ValueError."""
+    rows = []
     # not `splitlines`, which also splits at characters that JSON strings may contain, as U+2028
-    lines = enumerate(text.split("\n"), start=1)
-    return [(number, parse_json(line.encode(), OBJECT)) for number, line in lines if line.strip()]
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                rows.append((number, parse_json(line.encode(), schema)))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+    return rows
 
 
 def hellaswag(text: str) -> list[dict]:
@@ -42,28 +72,35 @@ def hellaswag(text: str) -> list[dict]:
         )
 
     rows = []
-    for row in _json_rows(text):
+    for number, row in _numbered_rows(text):
         choices = [preprocess(ending) for ending in row["endings"]]
-        rows.append({"query": query(row), "choices": choices, "label": int(row["label"])})
+        label = int(row["label"])
+        if not 0 <= label < len(choices):
+            raise ValueError(f"line {number}: label {label} of {len(choices)} endings")
+        rows.append({"query": query(row), "choices": choices, "label": label})
     return rows
 
 
 def piqa(items: str, labels: str) -> list[dict]:
-    return [
-        {**row, "label": int(label)}
-        for row, label in zip(_json_rows(items), labels.split(), strict=True)
-    ]
+    rows = []
+    for (number, row), label in zip(_numbered_rows(items, _PIQA), labels.split(), strict=True):
+        if label not in ("0", "1"):
+            raise ValueError(f"line {number}: label {short_repr(label)}, expected 0 or 1")
+        rows.append({**row, "label": int(label)})
+    return rows
 
 
 def _multiple_choice(text: str) -> list[dict]:
     """Returns the rows of ARC or CommonsenseQA, whose files have AI2's format."""
     rows = []
-    for row in _json_rows(text):
+    for number, row in _numbered_rows(text, _MULTIPLE_CHOICE):
         question = row["question"]
         choices = {
             "label": [choice["label"] for choice in question["choices"]],
             "text": [choice["text"] for choice in question["choices"]],
         }
+        if row["answerKey"] not in choices["label"]:
+            raise ValueError(f"line {number}: no choice {short_repr(row['answerKey'])}")
         rows.append(
             {"question": question["stem"], "answerKey": row["answerKey"], "choices": choices}
         )
@@ -77,7 +114,7 @@ def anli(text: str) -> list[dict]:
             "hypothesis": row["hypothesis"],
             "label": "enc".index(row["label"]),  # entailment, neutral, contradiction
         }
-        for row in _json_rows(text)
+        for _, row in _numbered_rows(text, _ANLI)
     ]
 
 
@@ -93,7 +130,7 @@ TASKS = {
         ("hellaswag_val.jsonl",), hellaswag, "https://github.com/rowanz/hellaswag"
     ),
     "winogrande": _LocalTask(
-        ("winogrande_xl_dev.jsonl",), _json_rows, "https://winogrande.allenai.org"
+        ("winogrande_xl_dev.jsonl",), _rows(_WINOGRANDE), "https://winogrande.allenai.org"
     ),
     "commonsense_qa": _LocalTask(
         ("commonsense_qa_dev.jsonl",),
@@ -106,13 +143,13 @@ TASKS = {
     "piqa": _LocalTask(
         ("piqa_valid.jsonl", "piqa_valid-labels.lst"), piqa, "https://yonatanbisk.com/piqa"
     ),
-    "copa": _LocalTask(("copa_val.jsonl",), _json_rows, "https://super.gluebenchmark.com/tasks"),
+    "copa": _LocalTask(("copa_val.jsonl",), _rows(_COPA), "https://super.gluebenchmark.com/tasks"),
     "arc_easy": _LocalTask(
         ("arc_easy_dev.jsonl",), _multiple_choice, "https://allenai.org/data/arc"
     ),
     "lambada_openai": _LocalTask(
         ("lambada_openai_test.jsonl",),
-        _json_rows,
+        _rows(_LAMBADA),
         "https://huggingface.co/datasets/EleutherAI/lambada_openai",
     ),
     "wikitext": _LocalTask(

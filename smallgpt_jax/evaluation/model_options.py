@@ -1,6 +1,7 @@
 """Which weights of a run are evaluated, and how."""
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,3 +55,13 @@ class ModelOptions:
 
 def join_name_parts(*parts: str | None) -> str:
     return "-".join(re.sub(r"[^\w.-]+", "_", part) for part in parts if part)
+
+
+def short_stem(path: str | Path) -> str:
+    """Returns the path's name for readers, cut to 100 bytes: file systems limit names to 255."""
+    # A name that is no UTF-8 has surrogates.
+    return Path(path).stem.encode(errors="replace")[:100].decode(errors="ignore")
+
+
+def name_hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]

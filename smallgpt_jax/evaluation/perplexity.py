@@ -7,7 +7,6 @@ bits per byte are thus those of `main`'s validation.
 
 import contextlib
 import dataclasses
-import hashlib
 import math
 import sys
 from collections.abc import Generator, Sequence
@@ -23,7 +22,12 @@ from smallgpt_jax.data.source import Source
 from smallgpt_jax.data.tokenizers import Tokenizer
 from smallgpt_jax.errors import UserError
 from smallgpt_jax.evaluation import report
-from smallgpt_jax.evaluation.model_options import ModelOptions, join_name_parts
+from smallgpt_jax.evaluation.model_options import (
+    ModelOptions,
+    join_name_parts,
+    name_hash,
+    short_stem,
+)
 from smallgpt_jax.evaluation.progress import ScoringProgress
 from smallgpt_jax.evaluation.scoring import Scorer, TokenSequence, split_with_stride
 from smallgpt_jax.run.config_file import read_config
@@ -65,9 +69,9 @@ class TextFiles:
         name = join_name_parts(
             "text",
             model.file_name(trained.step),
-            Path(self.source).stem[:100],
+            short_stem(self.source),
             f"stride{stride}",
-            hashlib.sha256(str(self.source).encode()).hexdigest()[:8],
+            name_hash(str(self.source)),
         )
         return name, record, report.texts_table(rows, record["total"])
 

@@ -322,7 +322,8 @@ class Chat:
     def _append(self, question: Mapping[str, str], max_new_tokens: int) -> list[int]:
         """Returns the tokens of the conversation, without the oldest messages if room is scarce."""
         context = self._model.model.config.context_length
-        room = max(1, context - max_new_tokens)
+        # A maximum: the answer may need less than half of the context.
+        room = max(context - max_new_tokens, context // 2, 1)
         messages = [*self._answered(), question]
         ids = self._encode(messages)
         before = len(ids)

@@ -202,11 +202,22 @@ CASES = {
         "HERE/a.zip: .zip archives are not supported; unpack it, or compress single files as .gz, "
         ".bz2, .zst",
     ),
+    "Compressed archive": (
+        files(a__tar__gz=gzip.compress(b"words")),
+        dict(data__source="HERE/a.tar.gz"),
+        "HERE/a.tar.gz: .tar.gz archives are not supported; unpack it, or compress single files as "
+        ".gz, .bz2, .zst",
+    ),
     "JSON without the text field": (
         files(a__jsonl=LINES + b'{"body": "words", "id": 7}\n'),
         dict(data__source="HERE/a.jsonl"),
         "HERE/a.jsonl, line 2001: no string in the field 'text': the item's fields are named "
         f"body, id; set --config.data.text_field, {SKIP}",
+    ),
+    "Parquet with two text columns": (
+        files(a__parquet=parquet({"a": ["words"], "b": ["words"]}, ["text", "text"])),
+        dict(data__source="HERE/a.parquet"),
+        "HERE/a.parquet: several columns 'text'; rename the others",
     ),
     "Parquet without the text column": (
         files(a__parquet=parquet({"body": ["words"], "id": [1]})),

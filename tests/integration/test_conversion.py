@@ -191,6 +191,12 @@ def test_folders_without_newer_fields(exported_gpt, tmp_path):
             r"head\.weight \(3, 3\), expected \(512, 32\)",
         ),
         (
+            lambda f: rewrite_weights(
+                f, lambda w: w.update({"head.weight": np.zeros((512, 32), np.int8)})
+            ),
+            r"tensors that are no floats: head\.weight int8",
+        ),
+        (
             lambda f: (f / "model.safetensors").write_bytes(b"\x00" * 100),
             "model.safetensors: damaged",
         ),

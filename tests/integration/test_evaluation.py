@@ -517,15 +517,18 @@ def test_no_pickle_in_a_workdir_is_executed(imported, questions, tmp_path):
     pickle.loads(poison)
     assert written.exists()
     written.unlink()
-    for _ in range(2):
+    other_questions = shutil.copytree(questions, tmp_path / "other")
+    for folder in (questions, other_questions):
         result = call(
             "evaluate",
             f"--workdir={run}",
             "--tasks=copa",
-            f"--data_dir={questions}",
+            f"--data_dir={folder}",
             "--batch_tokens=64",
         )
         assert result.returncode == 0 and not written.exists(), result.stderr
+        results = list((run / "evaluations").glob("step*-copa-*.json"))
+        assert len(results) == (1 if folder is questions else 2)  # one per folder
         for path in (run / "evaluations").iterdir():
             if path.read_bytes().startswith(b"SQLite format 3"):
                 with sqlite3.connect(path) as database:
@@ -579,7 +582,7 @@ def test_only_texts_that_are_not_sampled_are_kept(gpt, tmp_path):
     [
         (["--data_dir=/none"], "--data_dir=/none: no such folder"),
         (["--paths=best", "--data_dir=DATA"], "only pgpt has paths"),
-        (["--limit=0", "--data_dir=DATA"], "--limit=0: leaves no questions"),
+        (["--limit=0", "--data_dir=DATA"], "--limit=0: must be a finite number above 0"),
         (
             ["--num_fewshot=8", "--data_dir=DATA"],
             "--num_fewshot=8: a task has fewer examples to choose",
@@ -594,10 +597,13 @@ def test_refuses_wrong_flags(flags, message, imported, questions):
 
 
 QUESTION = '{"question": {"stem": "?", "choices": [{"label": "A", "text": "a"}]}, "answerKey": "A"}'
+WINOGRANDE = '{"sentence": "a _", "option1": "b", "option2": "c", "answer": "1"}'
 EXAMPLE_ROWS = {
     "hellaswag": '{"query": "?", "endings": ["a"], "label": 0}',
-    "winogrande": "{}",
+    "winogrande": WINOGRANDE + "\n" + WINOGRANDE.replace('"1"}', '""}'),
     "commonsense_qa": QUESTION,
+    "arc_easy": QUESTION.replace('"answerKey": "A"', '"answerKey": "B"'),
+    "lambada_openai": '{"text": "word"}',
 }
 task_manager = functools.cache(
     lm_eval_tasks.task_manager
@@ -613,7 +619,10 @@ task_manager = functools.cache(
             r"missing anli_v1\.0/R1/test\.jsonl \(anli_r1, https://.*\), piqa_valid\.jsonl \(piqa, https://.*\), "
             r"piqa_valid-labels\.lst \(piqa, https://.*\); add",
         ),
-        (["copa"], r"copa_val\.jsonl: not the data of copa \(ValueError: not JSON"),
+        (["winogrande"], r'winogrande_xl_dev\.jsonl: .*line 2: answer: expected "1" or "2"'),
+        (["lambada_openai"], r"lambada_openai_test\.jsonl: .*line 1: .*a text of several words"),
+        (["arc_easy"], r"arc_easy_dev\.jsonl: .*line 1: no choice 'B'"),
+        (["copa"], r"copa_val\.jsonl: not the data of copa \(ValueError: line 1: not JSON"),
         (["boolq", "copa"], "--data_dir: does not support boolq, only hellaswag, "),
         ([], "--tasks: is empty"),
     ],

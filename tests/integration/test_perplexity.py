@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,6 +184,15 @@ def test_no_bits_per_byte_without_tokens_for_all_characters():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [b"caf\xe9.txt", ("漢" * 78).encode() + b".txt"])
+def test_results_of_texts_with_any_name(workdir, tmp_path, name):
+    path = tmp_path / os.fsdecode(name)
+    path.write_text("some words")
+    done = call("evaluate", f"--workdir={workdir}", f"--text={path}")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.splitlines()[-1]).is_file()
+
+
 def test_errors(workdir, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\xff")

@@ -373,6 +373,10 @@ def test_the_exported_adapter_is_what_was_trained(imported, tuned):
     base, tuned_params = (
         inference.load_trained(tuned, merge_lora=merge).params for merge in (False, True)
     )
+    modes = {path.name: path.stat().st_mode for path in (imported / "adapter").iterdir()}
+    assert modes["adapter_model.safetensors"] == modes["adapter_config.json"]
+    untrained = call(*arguments[:-1], f"--output={imported / 'untrained'}", "--step=0")
+    assert "LoRA has changed no matrix at this step; choose a later --step" in untrained.stderr
     delta = (
         np.float64(tuned_params["trunk"]["blocks"]["mlp"]["up"]["kernel"])
         - np.float64(base["trunk"]["blocks"]["mlp"]["up"]["kernel"])

@@ -67,6 +67,19 @@ def test_hours_of_zero():
     assert (done.returncode, done.stderr) == (2, "error: --hours=0: must be at least 0.01\n")
 
 
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--price=nan", "--price=nan: must be a finite number"),
+        ("--batch=8", "--batch: is about decoding; add --inference, or remove the flag"),
+        ("--results=none.json", "none.json: No such file or directory; expected a results.json"),
+    ],
+)
+def test_flags_are_checked_before_the_compilation(flag, message):
+    done = call("plan", "--config=configs/gpt.py:tiny", "--topology=cpu:1", flag)
+    assert done.returncode == 1 and not done.stdout and f"error: {message}" in done.stderr
+
+
 def test_hours_find_the_size_of_a_recipe():
     done = call("plan", "--config=gpt:1M@40", "--topology=v5e:1x1", "--hours=1")
     message = "error: --hours: finds the size of a recipe; remove :1M@40 from --config\n"

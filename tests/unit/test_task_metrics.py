@@ -185,5 +185,10 @@ def test_a_chat_continues_what_the_template_writes(model):
     third = "".join(chat.say(question, **settings))
     assert chat.dropped == len(f"U:xA:{first.strip()};".encode())
     assert third == text_model.generate(f"{last}U:{question}A:", **settings)
+    # a maximum as long as the context leaves what fits into half of it
+    longest = text_model.chat(ChatTemplate(template))
+    longest.messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    longest.say("z", max_new_tokens=32)
+    assert len(longest.messages) == 3 and longest.dropped == 0
     with pytest.raises(UserError, match="text: has 35 tokens with what the chat template adds"):
         chat.say("z" * 30, **settings)

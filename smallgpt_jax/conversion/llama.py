@@ -190,13 +190,14 @@ def from_config(theirs: ConfigJson) -> dict:
 def _rope_base(theirs: ConfigJson) -> float:
     """Refuses a rotation that is scaled, covers a part of a head, or depends on the layer."""
     # transformers 4 has rope_scaling and a rope_theta beside it; 5 has both in rope_parameters
-    name = "rope_scaling" if theirs.fields.get("rope_scaling") else "rope_parameters"
-    rope = theirs.fields.get(name) or {}
-    is_dict = isinstance(rope, dict)
-    if not is_dict or rope.get("rope_type", rope.get("type", "default")) != "default":
-        theirs.refuse(name, rope, "not supported; the rope_type must be 'default'")
-    if any(isinstance(value, dict) for value in rope.values()):
-        theirs.refuse(name, rope, "not supported; must not depend on the type of a layer")
-    parameters = theirs._replace(fields={**theirs.fields, **rope})
+    parameters = theirs
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = theirs.fields.get(name) or {}
+        is_dict = isinstance(rope, dict)
+        if not is_dict or rope.get("rope_type", rope.get("type", "default")) != "default":
+            theirs.refuse(name, rope, "not supported; the rope_type must be 'default'")
+        if any(isinstance(value, dict) for value in rope.values()):
+            theirs.refuse(name, rope, "not supported; must not depend on the type of a layer")
+        parameters = parameters._replace(fields={**parameters.fields, **rope})
     parameters.require({"partial_rotary_factor": 1.0})
     return parameters.number("rope_theta", 10_000.0)

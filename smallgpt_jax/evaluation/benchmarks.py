@@ -129,11 +129,12 @@ def leave_out(metrics: Sequence[str], results: dict) -> None:
 
 
 def _short(name: str, length: int) -> str:
-    """Returns the name, cut if it is longer. Different names stay different."""
-    if len(name) <= length:
+    """Returns the name, cut if it has more bytes. Different names stay different."""
+    encoded = name.encode()
+    if len(encoded) <= length:
         return name
     digest = name_hash(name)
-    return f"{name[: length - len(digest) - 1]}-{digest}"
+    return f"{encoded[: length - len(digest) - 1].decode(errors='ignore')}-{digest}"
 
 
 def _cache_of(trained: inference.TrainedModel, end_of_turn: int | None) -> Path | None:

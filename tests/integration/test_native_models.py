@@ -459,6 +459,14 @@ def test_missing_key_value_heads(fields, name, changes):
         (SMOLLM2, dict(rope_parameters="default"), "rope_parameters='default': not supported"),
         (
             SMOLLM2,
+            dict(
+                rope_scaling={"rope_type": "default"},
+                rope_parameters={"rope_type": "yarn", "factor": 4.0},
+            ),
+            "rope_parameters=.* 'yarn'}",
+        ),
+        (
+            SMOLLM2,
             dict(rope_parameters={"partial_rotary_factor": 0.5}),
             "partial_rotary_factor=0.5: not supported",
         ),

@@ -294,6 +294,10 @@ def _refuse_leaks(field: str, stores: Sequence[TokenStore]) -> None:
                 f"{str(one.folder)!r} are validation documents of {str(other.folder)!r}; {advice}"
             )
     for one, other in itertools.combinations(stores, 2):
+        fractions = {store.metadata["made_from"]["validation_fraction"] for store in (one, other)}
+        by_file = _splits_by_file(one) and _splits_by_file(other)
+        if by_file and len(fractions) == 1:
+            continue  # whole files are in the same split of both, however they are cut
         if _cut_same_files(one, other):
             raise UserError(
                 f"{field}: the stores {str(one.folder)!r} and {str(other.folder)!r} have the same "

@@ -823,3 +823,8 @@ def test_refuses_a_mixture_of_one_file_in_passages_of_two_lengths(tmp_path):
     with pytest.raises(UserError, match="the same files in passages of different lengths"):
         open_mixture(f"{tmp_path}/both=1,{tmp_path}/alone=1")
     assert len(open_mixture(f"{tmp_path}/alone=1,{tmp_path}/other=1").stores) == 2
+    # whole files are in the same split of both
+    books = write_books(tmp_path / "60 books", 60)
+    prepare_store(tmp_path / "60", books)
+    prepare_store(tmp_path / "61", f"{books},{more}")
+    assert len(open_mixture(f"{tmp_path}/60=1,{tmp_path}/61=1").stores) == 2

@@ -1,4 +1,4 @@
-"""What a record says that needs no verdict: the setup, learning rates and curves."""
+"""Describes a record without comparing its models: the setup, learning rates and curves."""
 
 import math
 import statistics

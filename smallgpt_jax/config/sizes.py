@@ -97,6 +97,7 @@ _REFERENCE_RATE = 0.0047 / 2
 _FLAT_BELOW = 0.11e6
 _MIN_BATCH = 2048  # tokens, as in the records
 MIN_SEQUENCES = 4  # of a batch, which 4 devices can share
+BATCH_EXCESS = 9 / 8  # rounding makes a batch at most this factor larger than the rule's
 _HALF_BATCH_BELOW = 1e6
 _REFERENCE_DECAY = 0.1
 

@@ -70,11 +70,10 @@ class _FileSet(Member):
                 why = f"folder contains no {', '.join(self.endings)} file{self.suggest_endings()}"
             raise UserError(f"config.data.source={self.name!r}: {why}")
         for path in read:
-            suffix = content_suffix(path)
-            if path.suffix.lower() in ARCHIVE_SUFFIXES or suffix in ARCHIVE_SUFFIXES:
-                ending = path.suffix if path.suffix.lower() == suffix else suffix + path.suffix
+            suffix = content_suffix(path)  # .tar of x.tar.gz
+            if suffix in ARCHIVE_SUFFIXES:
                 raise UserError(
-                    f"{path}: {ending} archives are not supported; unpack it, or compress "
+                    f"{path}: {suffix} archives are not supported; unpack it, or compress "
                     f"single files as {', '.join(COMPRESSED_SUFFIXES)}"
                 )
         return sorted(map(self.describe, read))

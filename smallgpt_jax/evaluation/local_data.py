@@ -20,7 +20,7 @@ class _LocalTask(NamedTuple):
     source: str  # URL of the files
 
 
-# What the harness relies on, or reads wrongly without a word.
+# Schemas of rows. The harness fails on other rows, or counts them as wrong answers.
 _WORDS = Kind("a text that is not empty", lambda value: TEXT.accepts(value) and value.strip() != "")
 _LAMBADA = {"text": Kind("a text of several words", lambda v: TEXT.accepts(v) and " " in v.strip())}
 _WINOGRANDE = {

@@ -27,7 +27,6 @@ from smallgpt_jax.models.shape import fit_shape
 
 _FOLLOWING = {"train": ("steps", "batch_size"), "optimizer": ("learning_rate", "weight_decay")}
 _NEAR_BUDGET = 0.03  # relative error of the tokens per parameter at which the search ends
-_BATCH_EXCESS = 9 / 8  # batches are at most this factor larger than the rule's
 _TRIALS = 6  # models that are fitted at most
 
 
@@ -138,7 +137,7 @@ def _rules(model: ModelConfig, size: Size, groups: Mapping[str, dict]) -> dict[s
         batch = sizes.batch_tokens(block_parameters(model), tokens / parameters)
         most = max(sizes.MIN_SEQUENCES, batch / model.context_length)
         # a power of two, so that devices and microbatches divide it
-        sequences = 2 ** math.floor(math.log2(_BATCH_EXCESS * most))
+        sequences = 2 ** math.floor(math.log2(sizes.BATCH_EXCESS * most))
     steps = groups["train"]["steps"]
     if steps == AT_START:
         steps = max(1, round(tokens / (sequences * model.context_length)))

@@ -205,7 +205,7 @@ CASES = {
     "Compressed archive": (
         files(a__tar__gz=gzip.compress(b"words")),
         dict(data__source="HERE/a.tar.gz"),
-        "HERE/a.tar.gz: .tar.gz archives are not supported; unpack it, or compress single files as "
+        "HERE/a.tar.gz: .tar archives are not supported; unpack it, or compress single files as "
         ".gz, .bz2, .zst",
     ),
     "JSON without the text field": (

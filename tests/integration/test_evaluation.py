@@ -599,7 +599,7 @@ def test_refuses_wrong_flags(flags, message, imported, questions):
 QUESTION = '{"question": {"stem": "?", "choices": [{"label": "A", "text": "a"}]}, "answerKey": "A"}'
 WINOGRANDE = '{"sentence": "a _", "option1": "b", "option2": "c", "answer": "1"}'
 EXAMPLE_ROWS = {
-    "hellaswag": '{"query": "?", "endings": ["a"], "label": 0}',
+    "hellaswag": '{"query": "?", "endings": ["a"], "label": 1}',
     "winogrande": WINOGRANDE + "\n" + WINOGRANDE.replace('"1"}', '""}'),
     "commonsense_qa": QUESTION,
     "arc_easy": QUESTION.replace('"answerKey": "A"', '"answerKey": "B"'),
@@ -621,6 +621,7 @@ task_manager = functools.cache(
         ),
         (["winogrande"], r'winogrande_xl_dev\.jsonl: .*line 2: answer: expected "1" or "2"'),
         (["lambada_openai"], r"lambada_openai_test\.jsonl: .*line 1: .*a text of several words"),
+        (["hellaswag"], r"hellaswag_val\.jsonl: .*line 1: label 1 of 1 endings"),
         (["arc_easy"], r"arc_easy_dev\.jsonl: .*line 1: no choice 'B'"),
         (["copa"], r"copa_val\.jsonl: not the data of copa \(ValueError: line 1: not JSON"),
         (["boolq", "copa"], "--data_dir: does not support boolq, only hellaswag, "),

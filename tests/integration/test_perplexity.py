@@ -193,6 +193,7 @@ def test_results_of_texts_with_any_name(workdir, tmp_path, name):
     assert Path(done.stdout.splitlines()[-1]).is_file()
 
 
+@pytest.mark.slow
 def test_errors(workdir, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\xff")

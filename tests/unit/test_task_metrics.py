@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ from smallgpt_jax.data.chat_template import ChatTemplate
 from smallgpt_jax.data.questions import find_labels, label_bits, read_questions
 from smallgpt_jax.data.tokenizers import Bytes
 from smallgpt_jax.errors import UserError
+from smallgpt_jax.evaluation.evaluation import evaluate
+from smallgpt_jax.evaluation.example_file import ExampleFile
 from smallgpt_jax.evaluation.questions import (
     exact_match,
     generate_answers,
@@ -159,6 +162,37 @@ def test_a_missing_file_is_named_by_its_flag(name, tmp_path):
     path = f"{tmp_path}/{name}"
     with pytest.raises(UserError, match=f"^--examples='{path}': no such file$"):
         read_questions(path, Bytes(), "completion", "", 32, None)
+
+
+def test_examples_that_are_not_utf8(tmp_path):
+    """No advice on fields of a run's text, which `evaluate` has not."""
+    path = tmp_path / "a.jsonl"
+    for content, message in {
+        b'{"prompt": "caf\xe9", "completion": "a"}\n': "byte 15 (line 1); convert the file",
+        b'{"prompt": "\\ud800", "completion": "a"}\n': "character 0; correct the text",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            read_questions(str(path), Bytes(), "completion", "", 32, None)
+        assert str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"labels": ["yes", "no"]}, "--label: is for --metrics=accuracy"),
+        ({"labels": ["yes"], "metrics": ["accuracy"]}, "at least two different labels"),
+    ],
+)
+def test_refuses_labels_that_would_not_count(fields, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        evaluate(tmp_path, ExampleFile(tmp_path / "a.jsonl", **fields))
+
+
+@pytest.mark.parametrize("limit", [0, -1, math.inf, math.nan])
+def test_refuses_limits(limit, tmp_path):
+    with pytest.raises(UserError, match="must be a finite number above 0"):
+        evaluate(tmp_path, "copa", limit=limit)
 
 
 def test_a_chat_continues_what_the_template_writes(model):

@@ -23,7 +23,7 @@ with --config=run:WORKDIR.
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from absl import flags
@@ -91,56 +91,50 @@ _FORMAT_FLAGS = (_INPUT, _OUTPUT, _TOKENIZER, _STEP, _PATHS, _DTYPE, _RANK_RATIO
 def main() -> None:
     if (_TO.value is None) == (_FROM.value is None):
         raise UserError("give either --to=hf|gguf|peft or --from=hf|gpt_variations|run; see --help")
+    given = {flag.name: flag.value for flag in _FORMAT_FLAGS if flag.present}
     if _TO.value:
-        _export(EXPORTS[_TO.value])
+        options = _options(EXPORTS[_TO.value], given, f"--to={_TO.value}", ("output", "step"))
+        form = EXPORTS[_TO.value](**_without_tokenizer(options))
+        output, step = _OUTPUT.value, _STEP.value
+        summary = export(
+            _WORKDIR.value, output, form, step=step, push=_PUSH.value, private=_PRIVATE.value
+        )
+        print(f"{output}: {summary}")
     else:
-        _import(IMPORTS[_FROM.value])
+        options = _options(IMPORTS[_FROM.value], given, f"--from={_FROM.value}", ("input",))
+        if _PUSH.value:
+            raise UserError("--push: uploads exports; use it with --to")
+        if not _INPUT.value:
+            raise UserError("--input: must be given; name the folder, file or model to import")
+        form, workdir = IMPORTS[_FROM.value](**options), _WORKDIR.value
+        summary = import_(_INPUT.value, workdir, form, trust_custom_code=_TRUST.value)
+        train = command_line("main", f"--config=run:{workdir}", f"--workdir={workdir}")
+        print(f"{workdir}: {summary}. To train it further:\n  {train} --config.data.source=...")
 
 
-def _export(form: type) -> None:
-    options = _options(form, f"--to={_TO.value}", arguments=("output", "step"))
-    if "tokenizer" in options:
-        if _TOKENIZER.value != "skip":
-            raise UserError(
-                f"--tokenizer={_TOKENIZER.value}: an export contains the run's tokenizer; use "
-                "--tokenizer=skip to export without it"
-            )
-        options["tokenizer"] = False
-    summary = export(
-        _WORKDIR.value,
-        _OUTPUT.value,
-        form(**options),
-        step=_STEP.value,
-        push=_PUSH.value,
-        private=_PRIVATE.value,
-    )
-    print(f"{_OUTPUT.value}: {summary}")
-
-
-def _import(form: type) -> None:
-    options = _options(form, f"--from={_FROM.value}", arguments=("input",))
-    if _PUSH.value:
-        raise UserError("--push: uploads exports; use it with --to")
-    if not _INPUT.value:
-        raise UserError("--input: must be given; name the folder, file or model to import")
-    workdir = _WORKDIR.value
-    summary = import_(_INPUT.value, workdir, form(**options), trust_custom_code=_TRUST.value)
-    train = command_line("main", f"--config=run:{workdir}", f"--workdir={workdir}")
-    print(f"{workdir}: {summary}. To train it further:\n  {train} --config.data.source=...")
-
-
-def _options(form: type, direction: str, arguments: Collection[str]) -> dict[str, Any]:
-    """Returns the given options of a format, which are the fields of its class; refuses flags that
-    are neither among them nor among `arguments`.
+def _options(
+    form: type, given: Mapping[str, Any], direction: str, arguments: Collection[str]
+) -> dict[str, Any]:
+    """Returns those of the given flags that are options of a format: the fields of its class.
+    Refuses flags that are neither among them nor among `arguments`.
     """
     fields = [field.name for field in dataclasses.fields(form)]
-    options = {}
-    for flag in _FORMAT_FLAGS:
-        if flag.present and flag.name in fields:
-            options[flag.name] = flag.value
-        elif flag.present and flag.name not in arguments:
-            raise UserError(f"--{flag.name}: cannot be combined with {direction}; see --help")
-    return options
+    for name in given:
+        if name not in fields and name not in arguments:
+            raise UserError(f"--{name}: cannot be combined with {direction}; see --help")
+    return {name: value for name, value in given.items() if name in fields}
+
+
+def _without_tokenizer(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of an export, which only `--tokenizer=skip` suits."""
+    if "tokenizer" not in options:
+        return dict(options)
+    if options["tokenizer"] != "skip":
+        raise UserError(
+            f"--tokenizer={options['tokenizer']}: an export contains the run's tokenizer; use "
+            "--tokenizer=skip to export without it"
+        )
+    return {**options, "tokenizer": False}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ older half is dropped. A prompt that does not fit into the context is refused, a
 
 import re
 import sys
-from typing import Any
 
 from absl import flags
 
@@ -75,38 +74,13 @@ flags.mark_flag_as_required("workdir")
 
 
 def main() -> None:
-    _check_flags()
+    if "" in (_PROMPT.value or ()):
+        raise UserError("--prompt: is empty; leave it out to begin a new document")
+    has_texts = bool(_PROMPT.value) or _SAMPLES.value != 1
+    _require_one_form(_CHAT.value, _INTERACTIVE.value, has_texts)
     model = inference.load(
         _WORKDIR.value, _STEP.value, _PATHS.value, _TRUST.value, _SKIP_BLOCKS.value
     )
-    prompts, settings = _PROMPT.value or [""], _settings()
-    if _CHAT.value:
-        chat(model.chat(seed=_SEED.value), settings, as_messages=True)
-    elif _INTERACTIVE.value:
-        chat(model.conversation(_SEED.value), settings)
-    elif len(prompts) > 1 or _SAMPLES.value != 1:
-        texts = model.generate_batch(prompts, samples=_SAMPLES.value, seed=_SEED.value, **settings)
-        for prompt, continuations in zip(prompts, texts):
-            for i, text in enumerate(continuations):
-                print(_as_shown(f"=== {prompt!r}, sample {i}\n{prompt}{text}"))
-    else:
-        print_stream(prompts[0], model.stream(prompts[0], seed=_SEED.value, **settings))
-
-
-def _check_flags() -> None:
-    if "" in (_PROMPT.value or ()):
-        raise UserError("--prompt: is empty; leave it out to begin a new document")
-    is_conversation = _INTERACTIVE.value or _CHAT.value
-    has_texts = _PROMPT.value or _SAMPLES.value != 1
-    if (is_conversation and has_texts) or (_INTERACTIVE.value and _CHAT.value):
-        flag = "--chat" if _CHAT.value else "--interactive"
-        raise UserError(
-            f"{flag}: cannot be combined with --prompt, --samples or the other of "
-            "--interactive and --chat; omit them"
-        )
-
-
-def _settings() -> dict[str, Any]:
     settings = dict(
         temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value,
@@ -116,7 +90,27 @@ def _settings() -> dict[str, Any]:
     )
     if _MAX_NEW_TOKENS.value is not None:
         settings["max_new_tokens"] = _MAX_NEW_TOKENS.value
-    return settings
+    prompts, seed = _PROMPT.value or [""], _SEED.value
+    if _CHAT.value:
+        chat(model.chat(seed=seed), settings, as_messages=True)
+    elif _INTERACTIVE.value:
+        chat(model.conversation(seed), settings)
+    elif len(prompts) > 1 or _SAMPLES.value != 1:
+        texts = model.generate_batch(prompts, samples=_SAMPLES.value, seed=seed, **settings)
+        for prompt, continuations in zip(prompts, texts):
+            for i, text in enumerate(continuations):
+                print(_as_shown(f"=== {prompt!r}, sample {i}\n{prompt}{text}"))
+    else:
+        print_stream(prompts[0], model.stream(prompts[0], seed=seed, **settings))
+
+
+def _require_one_form(is_chat: bool, is_interactive: bool, has_texts: bool) -> None:
+    if is_chat + is_interactive + has_texts > 1:
+        flag = "--chat" if is_chat else "--interactive"
+        raise UserError(
+            f"{flag}: cannot be combined with --prompt, --samples or the other of "
+            "--interactive and --chat; omit them"
+        )
 
 
 def print_stream(prompt: str, pieces) -> str:

@@ -71,40 +71,18 @@ _JSON = flags.DEFINE_bool(
 flags.mark_flags_as_required(["config", "topology"])
 
 
-def _recipe_alone(file: str, others: dict[str, bool]) -> str:
-    """Returns the recipe. Raises UserError for what --hours would ignore."""
-    ignored = [argument for argument in config_arguments() if argument.startswith("--config.")]
-    ignored += [name for name, value in others.items() if value]
-    if ignored:
-        raise UserError(f"--hours: cannot be combined with {ignored[0]}; remove it")
-    recipe, colon, size = file.rpartition(":")
-    if colon:
-        advice = "name a recipe, not a run" if recipe == "run" else f"remove :{size} from --config"
-        raise UserError(f"--hours: finds the size of a recipe; {advice}")
-    return file
-
-
-def _check_flags() -> None:
-    if _INFERENCE.value and _SEARCH.value:
-        raise UserError(
-            "--search: cannot be combined with --inference, which shows the largest batch; remove "
-            "it"
-        )
-    for flag in (_HOURS, _PRICE, _RESULTS):
-        if _INFERENCE.value and flag.value is not None:
-            raise UserError(
-                f"--{flag.name}: is about training; it cannot be combined with --inference"
-            )
+def main() -> None:
+    about_training = [_SEARCH, _HOURS, _PRICE, _RESULTS]
+    given = [flag.name for flag in about_training if flag.value not in (None, False)]
+    if _INFERENCE.value and given:
+        raise UserError(f"--{given[0]}: is about training; it cannot be combined with --inference")
     if not _INFERENCE.value and _BATCH.present:
         raise UserError("--batch: is about decoding; add --inference, or remove the flag")
+    # before minutes of compiling
     if _PRICE.value is not None and not math.isfinite(_PRICE.value):
         raise UserError(f"--price={_PRICE.value}: must be a finite number")
     if _RESULTS.value is not None:
-        record.read(Path(_RESULTS.value))  # before minutes of compiling
-
-
-def main() -> None:
-    _check_flags()
+        record.read(Path(_RESULTS.value))
     # also during a compilation of minutes, in which Python itself handles no signals
     with preemption.handle_signals("stopped"):
         if _INFERENCE.value:
@@ -130,6 +108,19 @@ def main() -> None:
             command = command_line("main", f"--config={recipe}", "--workdir=runs/sized")
             print(f"To train it: {command}", file=beside)
         planned.require_fit()
+
+
+def _recipe_alone(file: str, others: dict[str, bool]) -> str:
+    """Returns the recipe. Raises UserError for what --hours would ignore."""
+    ignored = [argument for argument in config_arguments() if argument.startswith("--config.")]
+    ignored += [name for name, value in others.items() if value]
+    if ignored:
+        raise UserError(f"--hours: cannot be combined with {ignored[0]}; remove it")
+    recipe, colon, size = file.rpartition(":")
+    if colon:
+        advice = "name a recipe, not a run" if recipe == "run" else f"remove :{size} from --config"
+        raise UserError(f"--hours: finds the size of a recipe; {advice}")
+    return file
 
 
 if __name__ == "__main__":

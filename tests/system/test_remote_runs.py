@@ -215,8 +215,9 @@ def test_evaluate_reads_a_remote_run(remote_run, local_run, tmp_path):
             "--log_samples",
         )
         assert evaluated.returncode == 0, evaluated.stderr
-        found = json.loads((folder / "evaluations" / "step40-copa.json").read_text())
-        scores.append([sample["resps"] for sample in found["samples"]["copa"]])
+        (path,) = (folder / "evaluations").glob("step40-copa-*.json")
+        samples = json.loads(path.read_text())["samples"]
+        scores.append([sample["resps"] for sample in samples["copa"]])
     assert scores[0] == scores[1] and len(scores[0]) == 4
 
 

@@ -135,7 +135,7 @@ def test_the_command(monkeypatch):
     assert found["model"] == "lgpt"
     failed = call("plan", *arguments, "--search")
     assert (
-        failed.returncode == 1 and "--search: cannot be combined with --inference" in failed.stderr
+        failed.returncode == 1 and "--search: is about training" in failed.stderr
     )
 
 

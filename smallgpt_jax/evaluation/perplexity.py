@@ -8,6 +8,7 @@ bits per byte are thus those of `main`'s validation.
 import contextlib
 import dataclasses
 import math
+import re
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -107,7 +108,7 @@ def _read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> l
         max_document_bytes=data.max_document_bytes,
     )
     texts = []
-    with _with_advice_of_this_command(data.text_field):
+    with _with_advice_of_this_command(str(source), data.text_field):
         for member in Source(str(source), data.text_endings).members:
             for part in member.parts(_WHOLE_FILE):
                 documents = [str(text) for text, _read_fraction in part.read(rules) if text]
@@ -121,7 +122,7 @@ def _read_texts(source: str | Path, data: DataConfig, tokenizer: Tokenizer) -> l
 
 
 @contextlib.contextmanager
-def _with_advice_of_this_command(text_field: str) -> Generator[None]:
+def _with_advice_of_this_command(source: str, text_field: str) -> Generator[None]:
     """Replaces advice to set fields of the config, which this command does not have."""
     try:
         yield
@@ -129,10 +130,12 @@ def _with_advice_of_this_command(text_field: str) -> Generator[None]:
         message = str(error)
         if "config.data." not in message:
             raise
-        problem = message.partition("; ")[0].replace("config.data.source", "--text")
-        raise UserError(
-            f"{problem}; give UTF-8 text, or JSON lines with the text in the field {text_field!r}"
-        ) from None
+        problem, _, advice = message.partition("; ")
+        remedy = f"give UTF-8 text, or JSON lines with the text in the field {text_field!r}"
+        if others := re.match(r"to read its [\d,]+ (\.\S+) files as text", advice):
+            remedy = f"{others[0]}, give --text='{source.rstrip('/')}/**/*{others[1]}'"
+        problem = problem.replace("config.data.source", "--text")
+        raise UserError(f"{problem}; {remedy}") from None
 
 
 def encode_text(file: str, documents: list[str], tokenizer: Tokenizer) -> Text:

@@ -213,6 +213,7 @@ def test_errors(workdir, tmp_path):
         assert (result.returncode, result.stderr.splitlines()[-1]) == (1, f"error: {message}")
     result = call("evaluate", f"--workdir={workdir}", "--text=folder", cwd=tmp_path)
     assert result.stderr.startswith("error: --text='folder': folder contains no .txt")
+    assert result.stderr.endswith("its 1 .md files as text, give --text='folder/**/*.md'\n")
     for stride in (0, TIME + 1):
         with pytest.raises(UserError, match=f"--stride={stride}: must be from 1 to {TIME}, "):
             evaluate(workdir, TextFiles(tmp_path / "image.png", stride=stride))

@@ -134,9 +134,7 @@ def test_the_command(monkeypatch):
     )
     assert found["model"] == "lgpt"
     failed = call("plan", *arguments, "--search")
-    assert (
-        failed.returncode == 1 and "--search: is about training" in failed.stderr
-    )
+    assert failed.returncode == 1 and "--search: is about training" in failed.stderr
 
 
 def test_bandwidths():

@@ -106,6 +106,9 @@ def evaluate(
         local_data.require_files([*changes], data_dir)
     specs = [_task_spec(name, changes[name], data_dir, manager) for name in changes]
     loaded = load_tasks([*specs, *pairs], manager, data_dir)
+    generates = any(task.OUTPUT_TYPE == "generate_until" for task in _single_tasks(loaded))
+    if settings.get("gen_kwargs") and not generates:
+        raise UserError("--gen_kwargs: none of these tasks generates text; omit it")
     lm = model()
     lm.set_cache_hook(ScoreCache(cache))
     with contextlib.redirect_stdout(io.StringIO()):  # hides the harness's prints

@@ -584,6 +584,10 @@ def test_only_texts_that_are_not_sampled_are_kept(gpt, tmp_path):
         (["--paths=best", "--data_dir=DATA"], "only pgpt has paths"),
         (["--limit=0", "--data_dir=DATA"], "--limit=0: must be a finite number above 0"),
         (
+            ["--gen_kwargs=temperature=1", "--data_dir=DATA"],
+            "--gen_kwargs: none of these tasks generates text; omit it",
+        ),
+        (
             ["--num_fewshot=8", "--data_dir=DATA"],
             "--num_fewshot=8: a task has fewer examples to choose",
         ),

@@ -473,6 +473,10 @@ def test_babylm_counts_each_file_equally(tmp_path):
     assert results["babylm_blimp"]["acc_stderr,none"] == pytest.approx(math.hypot(*errors) / 2)
     bits = results["babylm_supplement"]["answer_bits_per_byte,none"]
     assert bits == pytest.approx(1 / math.log(2))
+    single = lm_eval_tasks.evaluate(ShortestIsBest, ["babylm"], tmp_path, limit=1)["results"]
+    json.dumps(single, allow_nan=False)
+    errors = [single[name]["acc_stderr,none"] for name in ("babylm_blimp", "babylm_blimp_a")]
+    assert errors == ["N/A", "N/A"] and single["babylm_blimp"]["acc,none"] == 1
 
     (tmp_path / "blimp_filtered" / "b.jsonl").write_text('{"sentence_good": "a"}\n')
     for folder, message in (
